@@ -1,0 +1,37 @@
+"""Rewards: samples (and what they are judged against) → values, with a mask of the valid ones. Higher is better."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from genkit._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from genkit.rewards.analytic import GaussianMixtureLogDensity as GaussianMixtureLogDensity
+    from genkit.rewards.analytic import LinearFunctional as LinearFunctional
+    from genkit.rewards.analytic import QuadraticTarget as QuadraticTarget
+    from genkit.rewards.analytic import SquaredExceedance as SquaredExceedance
+    from genkit.rewards.base import FunctionReward as FunctionReward
+    from genkit.rewards.base import Reward as Reward
+    from genkit.rewards.base import RewardOutput as RewardOutput
+    from genkit.rewards.base import reward_output as reward_output
+    from genkit.rewards.check import RewardCheck as RewardCheck
+    from genkit.rewards.check import check_differentiable as check_differentiable
+    from genkit.rewards.combine import WeightedSum as WeightedSum
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "FunctionReward": ".base",
+        "GaussianMixtureLogDensity": ".analytic",
+        "LinearFunctional": ".analytic",
+        "QuadraticTarget": ".analytic",
+        "Reward": ".base",
+        "RewardCheck": ".check",
+        "RewardOutput": ".base",
+        "SquaredExceedance": ".analytic",
+        "WeightedSum": ".combine",
+        "check_differentiable": ".check",
+        "reward_output": ".base",
+    },
+)

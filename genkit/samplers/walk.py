@@ -1,0 +1,353 @@
+"""The straight walk: from noise to data, one step after the other, with gradients where they are wanted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as checkpoint_call
+
+from genkit.errors import ConfigError
+from genkit.samplers.noise import Keys, draw_keys
+from genkit.samplers.solvers import AncestralSolver, Cond, Denoiser, EulerSolver, Solver, SolverState, make_solver
+
+__all__ = ["RolloutOutput", "rollout"]
+
+Context = Mapping[str, Tensor]
+Callback = Callable[[int, float, dict[str, Any]], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True)
+class RolloutOutput:
+    """What a walk returns.
+
+    Args:
+        sample: the final state, (B, \\*) (a dict of tensors where the state has parts).
+        x0: the clean prediction at the last network call, (B, \\*); equal to ``sample`` where the walk ends with an
+            Euler step onto t = 0. None where the scheduler cannot tell (a stateful diffusers scheduler).
+        trajectory: the states of all times, (n + 1, B, \\*), or None.
+        log_probs: log p(x_s | x_t) of each step in nats, (B, n), NaN for deterministic steps, or None.
+    """
+
+    sample: Any
+    x0: Any
+    trajectory: Any = None
+    log_probs: Tensor | None = None
+
+
+def rollout(
+    denoiser: Denoiser,
+    scheduler: Any,
+    x: Any = None,
+    *,
+    num_inference_steps: int | None = None,
+    shape: Sequence[int] | None = None,
+    cond: Cond = None,
+    context: Context | None = None,
+    generator: torch.Generator | Sequence[torch.Generator] | Keys | None = None,
+    times: Tensor | Sequence[float] | None = None,
+    eta: float | None = None,
+    solver: str | Solver = "euler",
+    grad_steps: int | Sequence[int] = 0,
+    input_grad: bool = True,
+    checkpoint: bool = False,
+    stop_at: int | None = None,
+    return_trajectory: bool = False,
+    return_log_probs: bool = False,
+    callback_on_step_end: Callback | None = None,
+    compile: bool = False,
+    progress: bool = False,
+) -> RolloutOutput:
+    """Walks a batch down the chain and returns where it ends.
+
+    The walk first draws one key per sample from ``generator``; all its noise, the start included, is a function of
+    that key, so a sample does not depend on the batch it is in.
+
+    Args:
+        denoiser: (x_t, t, cond) → model output; its ``prediction_type``, if it has one, must be the scheduler's.
+        scheduler: the chain (``FlowScheduler``, ``VPScheduler``, ``ProductScheduler``, or ``DiffusersScheduler``).
+        x: the state to start from, (B, \\*), or None to draw ``scheduler.prior``. Half precision is kept for what the
+            network sees and for the result; the state itself is at least float32.
+        num_inference_steps: number of steps n (or give ``times``).
+        shape: shape of the state (B, \\*) when ``x`` is None.
+        cond: what the denoiser is told, tensors with batch size B.
+        context: what the kernel needs per sample, tensors with batch size B (``"scale"``).
+        generator: one generator, one per sample, or :class:`~genkit.samplers.Keys` (in training); None is torch's
+            global generator.
+        times: the n + 1 times, strictly decreasing, in [0, 1] (None: ``scheduler.times(n)``); rounded to float32.
+        eta: stochasticity of the solver ``"ancestral"``, from 0 to 1 (None: the scheduler's).
+        solver: a name of :data:`~genkit.samplers.solvers.SOLVERS` or a :class:`~genkit.samplers.solvers.Solver`.
+            Multi-stage solvers end with an Euler step where the walk ends at t = 0.
+        grad_steps: the steps whose network calls are differentiated: the last K, or explicit step indices. Before the
+            first of them no graph is built; in steps between them the network's output counts as a constant. Gradients
+            with respect to ``x`` itself flow only if step 0 is in the window.
+        input_grad: False cuts the gradient through the network's input (only the direct path of the state remains).
+        checkpoint: recompute the network's activations in the backward pass instead of keeping them.
+        stop_at: end the walk at this step with an Euler step from its time onto t = 0 (the one-step clean prediction).
+        return_trajectory: also return the states of all times.
+        return_log_probs: also return the log-density of each step (solvers ``"euler"`` and ``"ancestral"``).
+        callback_on_step_end: called as ``callback(step, t, {"sample": …, "x0": …})`` after each step; a returned
+            mapping with ``"sample"`` replaces the state.
+        compile: run the step through ``torch.compile(fullgraph=True)``.
+        progress: show a progress bar.
+
+    Raises:
+        ConfigError: arguments that contradict each other; the message names them.
+    """
+    solver = make_solver(solver, eta)
+    _check_prediction_type(denoiser, scheduler)
+    if return_log_probs and not isinstance(solver, (EulerSolver, AncestralSolver)):
+        raise ConfigError(
+            f"return_log_probs needs a one-evaluation step of the kernel (solver 'euler' or 'ancestral'); "
+            f"{type(solver).__name__} has no density"
+        )
+    grid = _walk_times(scheduler, num_inference_steps, times, stop_at)
+    window = _window(grad_steps, len(grid) - 1)
+    x, keys = _start(scheduler, x, shape, generator, context)
+    walk = _Walk(denoiser, scheduler, solver, cond, context, keys, grid, window, input_grad, checkpoint, compile)
+    first = min(window, default=len(grid) - 1)
+
+    result_dtype = _dtype_of(x)
+    walk.network_dtype = result_dtype if result_dtype in (torch.float16, torch.bfloat16) else None
+    x = _map(x, lambda v: v.float() if v.dtype in (torch.float16, torch.bfloat16) else v)
+    state = solver.init(x)
+    trajectory, log_probs = [x] if return_trajectory else None, [] if return_log_probs else None
+    for step in _progress(len(grid) - 1, progress):
+        with torch.set_grad_enabled(step >= first):
+            x, state = walk.advance(step, x, state)
+            if log_probs is not None:
+                log_probs.append(_log_prob(state.transition, x))
+            if callback_on_step_end is not None:
+                x = _call_back(callback_on_step_end, step, grid, x, walk.clean(state))
+        if trajectory is not None:
+            trajectory.append(x)
+    with torch.set_grad_enabled(bool(window)):
+        clean = walk.clean(state)
+    return RolloutOutput(
+        sample=_map(x, lambda v: v.to(result_dtype) if v.is_floating_point() and walk.network_dtype else v),
+        x0=clean,
+        trajectory=None if trajectory is None else _stack(trajectory),
+        log_probs=None if log_probs is None else torch.stack(log_probs, dim=1),
+    )
+
+
+@dataclass
+class _Walk:
+    """The fixed arguments of one walk."""
+
+    denoiser: Denoiser
+    scheduler: Any
+    solver: Solver
+    cond: Cond
+    context: Context | None
+    keys: Keys
+    grid: Tensor
+    window: frozenset[int]
+    input_grad: bool
+    checkpoint: bool
+    compile: bool
+    network_dtype: torch.dtype | None = None
+
+    def advance(self, step: int, x: Any, state: SolverState) -> tuple[Any, SolverState]:
+        device = _device_of(x)
+        t, s = (self.grid[i].to(device).expand(len(self.keys)) for i in (step, step + 1))
+        ends = float(self.grid[step + 1]) == 0.0
+        solver = EulerSolver() if ends and self.solver.evaluations > 1 else self.solver
+        noise = self.keys.at(step=step, purpose="transition") if solver.stochastic else None
+        advance = _compiled_advance() if self.compile else _advance
+        past = SolverState(history=state.history)  # the last step's evaluation is the walk's, not the next step's
+        return advance(solver, self._denoiser(step), self.scheduler, x, t, s, past, self.cond, self.context, noise)
+
+    def _denoiser(self, step: int) -> Denoiser:
+        """The network as this step may see it: with the right dtype, inside or outside the gradient window."""
+        active = step in self.window
+        plain = self.network_dtype is None and not hasattr(self.scheduler, "model_input")
+        if plain and (not torch.is_grad_enabled() or (active and self.input_grad and not self.checkpoint)):
+            return _Float32Time(self.denoiser)
+        return _WindowedDenoiser(
+            _Float32Time(self.denoiser),
+            getattr(self.scheduler, "model_input", None),
+            self.network_dtype,
+            active,
+            self.input_grad,
+            self.checkpoint and active and torch.is_grad_enabled(),
+        )
+
+    def clean(self, state: SolverState) -> Any:
+        """The clean prediction of the last network call."""
+        if state.evaluation is None or hasattr(self.scheduler, "model_input"):
+            return None
+        output, t, x = state.evaluation
+        return self.scheduler.to_x0(output, t, x, self.context)
+
+
+@dataclass(frozen=True)
+class _Float32Time:
+    """Tells the network the time in float32 (the walk's times are representable in it)."""
+
+    denoiser: Denoiser
+
+    def __call__(self, x: Any, t: Tensor, cond: Cond = None) -> Any:
+        return self.denoiser(x, t.to(torch.float32), cond)
+
+
+@dataclass(frozen=True)
+class _WindowedDenoiser:
+    """A network call with the walk's dtype, and with the gradient that its step is entitled to."""
+
+    denoiser: Denoiser
+    model_input: Callable[[Any, Tensor], Any] | None
+    dtype: torch.dtype | None
+    active: bool
+    input_grad: bool
+    checkpoint: bool
+
+    def __call__(self, x: Any, t: Tensor, cond: Cond = None) -> Any:
+        if self.model_input is not None:
+            x = self.model_input(x, t)
+        if not (self.active and self.input_grad):
+            x = _map(x, lambda v: v.detach())
+        if self.dtype is not None:
+            x = _map(x, lambda v: v.to(self.dtype) if v.is_floating_point() else v)
+        if self.checkpoint:
+            return checkpoint_call(self.denoiser, x, t, cond, use_reentrant=False)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.active):
+            return self.denoiser(x, t, cond)
+
+
+def _advance(solver, denoiser, scheduler, x, t, s, state, cond, context, noise):  # type: ignore[no-untyped-def]
+    """One step; a module-level function, so that compiled code is shared by all walks."""
+    return solver.step(denoiser, scheduler, x, t, s, state, cond, context, noise)
+
+
+@functools.cache
+def _compiled_advance() -> Callable[..., Any]:
+    return torch.compile(_advance, fullgraph=True)
+
+
+def _check_prediction_type(denoiser: Denoiser, scheduler: Any) -> None:
+    declared, expected = getattr(denoiser, "prediction_type", None), getattr(scheduler, "prediction_type", None)
+    if declared is not None and expected is not None and declared != expected:
+        raise ConfigError(
+            f"the denoiser predicts {declared!r}, but the scheduler expects {expected!r}; construct the scheduler with "
+            f"prediction_type={declared!r}"
+        )
+
+
+def _walk_times(
+    scheduler: Any, n: int | None, times: Tensor | Sequence[float] | None, stop_at: int | None
+) -> Tensor:
+    """The walk's times on the CPU, float64 with float32 values."""
+    if times is None and n is None:
+        raise ConfigError("the walk has no length: give num_inference_steps or times")
+    grid = scheduler.times(n) if times is None else _checked_times(times, n)
+    if stop_at is None:
+        return grid
+    if not 0 <= stop_at < len(grid) - 1:
+        raise ConfigError(f"stop_at={stop_at}; expected a step from 0 to {len(grid) - 2}")
+    return torch.cat((grid[: stop_at + 1], grid.new_zeros(1)))
+
+
+def _checked_times(times: Tensor | Sequence[float], n: int | None) -> Tensor:
+    grid = torch.as_tensor(times, dtype=torch.float64).detach().cpu().to(torch.float32).to(torch.float64)
+    if grid.ndim != 1 or len(grid) < 2:
+        raise ConfigError(f"times has shape {tuple(grid.shape)}; expected (n + 1,) with n at least 1")
+    if n is not None and n != len(grid) - 1:
+        raise ConfigError(f"times describes {len(grid) - 1} steps, but num_inference_steps={n}; give one of the two")
+    if not (bool((grid[1:] < grid[:-1]).all()) and 0.0 <= float(grid[-1]) and float(grid[0]) <= 1.0):
+        raise ConfigError(f"times must decrease strictly and lie in [0, 1]; got {[round(float(v), 6) for v in grid[:8]]}…")
+    return grid
+
+
+def _window(grad_steps: int | Sequence[int], n: int) -> frozenset[int]:
+    """The indices of the steps that are differentiated."""
+    if isinstance(grad_steps, int):
+        if not 0 <= grad_steps <= n:
+            raise ConfigError(f"grad_steps={grad_steps}; expected 0 to {n}, the number of steps of the walk")
+        return frozenset(range(n - grad_steps, n))
+    wrong = [step for step in grad_steps if not 0 <= step < n]
+    if wrong:
+        raise ConfigError(f"grad_steps holds {wrong}; expected step indices from 0 to {n - 1}")
+    return frozenset(grad_steps)
+
+
+def _start(
+    scheduler: Any,
+    x: Any,
+    shape: Sequence[int] | None,
+    generator: torch.Generator | Sequence[torch.Generator] | Keys | None,
+    context: Context | None,
+) -> tuple[Any, Keys]:
+    """The first state and the walk's keys."""
+    if (x is None) == (shape is None):
+        raise ConfigError("give either x (a state to start from) or shape=(B, *) to draw one; got " + ("neither" if x is None else "both"))
+    batch = shape[0] if x is None else _batch_of(x)
+    device = _device_of(x) if x is not None else next(iter((context or {}).values()), torch.empty(0)).device
+    if isinstance(generator, Keys):
+        if len(generator) != batch:
+            raise ConfigError(f"generator holds {len(generator)} keys, but the batch has {batch} samples")
+        keys = _keys_of_walk(generator)
+    else:
+        keys = draw_keys(generator, batch, device)
+    if context is not None:
+        for name, value in context.items():
+            if value.shape[:1] != (batch,):
+                raise ConfigError(f"context[{name!r}] has shape {tuple(value.shape)}; expected batch size {batch} first")
+    if x is None:
+        x = scheduler.prior(keys.at(purpose="latents"), tuple(shape[1:]), context)
+    return x, keys
+
+
+def _keys_of_walk(keys: Keys) -> Keys:
+    """One int64 key per sample from a training stream, so that a walk inside training is a walk like any other."""
+    words = keys.at(purpose=f"{keys.purpose}/walk").words(2)
+    key = (words[:, 0] >> 1 << 32) | words[:, 1]
+    return Keys(key, torch.zeros_like(key), torch.zeros((), dtype=torch.int64, device=key.device))
+
+
+def _log_prob(transition: Any, x: Any) -> Tensor:
+    score = getattr(transition, "unchecked_log_prob", transition.log_prob)
+    return score(x)
+
+
+def _call_back(callback: Callback, step: int, grid: Tensor, x: Any, clean: Any) -> Any:
+    changed = callback(step, float(grid[step]), {"sample": x, "x0": clean})
+    return x if not changed else changed.get("sample", x)
+
+
+def _progress(n: int, show: bool) -> Any:
+    if not show:
+        return range(n)
+    from tqdm.auto import tqdm
+
+    return tqdm(range(n), desc="sampling")
+
+
+def _map(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return {name: change(value) for name, value in x.items()} if isinstance(x, Mapping) else change(x)
+
+
+def _first(x: Any) -> Tensor:
+    return next(iter(x.values())) if isinstance(x, Mapping) else x
+
+
+def _batch_of(x: Any) -> int:
+    return _first(x).shape[0]
+
+
+def _device_of(x: Any) -> torch.device:
+    return _first(x).device
+
+
+def _dtype_of(x: Any) -> torch.dtype:
+    return _first(x).dtype
+
+
+def _stack(states: list[Any]) -> Any:
+    if isinstance(states[0], Mapping):
+        return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+    return torch.stack(states)

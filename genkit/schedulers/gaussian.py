@@ -1,0 +1,330 @@
+"""The shared kernel of Gaussian chains x_t = α_t x_0 + σ_t ε, with t = 1 noise and t = 0 data.
+
+One stochastic kernel serves variance-preserving diffusion, EDM levels and flow matching. With x̂_0 and ε̂ read off the
+model's output at (x_t, t)::
+
+    x_s = α_s x̂_0 + sqrt(σ_s² − γ²) ε̂ + γ z,      γ = η σ_s σ_{t|s} / σ_t,      σ_{t|s}² = σ_t² − (α_t/α_s)² σ_s²
+
+η = 0 is DDIM (for the flow: the Euler step of the ODE), η = 1 the ancestral posterior of DDPM.
+
+References: Song, Meng, Ermon, "Denoising diffusion implicit models", arXiv 2010.02502, eq. 12 and 16; Salimans, Ho,
+"Progressive distillation", arXiv 2202.00512, appendix D (v-prediction); Lipman et al., "Flow matching for generative
+modeling", arXiv 2210.02747.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401  (diffusers looks it up here by name)
+from diffusers.utils import BaseOutput
+from diffusers.utils.torch_utils import randn_tensor
+from torch import Tensor
+
+from genkit.errors import ConfigError, nearest
+from genkit.schedulers.base import ConfiguredScheduler
+from genkit.schedulers.transition import GaussianTransition, Noise, distinct, expand_as, linear_combination
+
+__all__ = ["PREDICTION_TYPES", "Context", "GaussianScheduler", "SchedulerStepOutput"]
+
+PREDICTION_TYPES = ("epsilon", "sample", "v_prediction", "flow")
+Context = Mapping[str, Tensor]
+
+
+@dataclass
+class SchedulerStepOutput(BaseOutput):
+    """What ``step`` returns, as in diffusers.
+
+    Args:
+        prev_sample: the state at the next, less noisy time, (B, \\*).
+        pred_original_sample: the predicted clean sample x̂_0, (B, \\*).
+    """
+
+    prev_sample: Tensor
+    pred_original_sample: Tensor
+
+
+class GaussianScheduler(ConfiguredScheduler):
+    """Base class of :class:`FlowScheduler` and :class:`VPScheduler`: all but the noise levels themselves.
+
+    Every method but ``set_timesteps`` and ``step`` (the adapters for diffusers' loops) is a pure function. ``t`` and
+    ``s`` are times in [0, 1], shape () or (B,), **one per sample**; ``context`` may hold ``"scale"`` (B,), the
+    source's standard deviation √A of each sample: then σ_t is multiplied by it.
+
+    Noise levels are computed in float64 where the device has it; states are computed in at least float32.
+    """
+
+    init_noise_sigma = 1.0
+
+    def _register(self, prediction_type: str, eta: float, num_train_timesteps: int) -> None:
+        """Checks and keeps the options that all Gaussian schedulers share."""
+        if prediction_type not in PREDICTION_TYPES:
+            raise ConfigError(
+                f"prediction_type={prediction_type!r} is unknown; expected one of {', '.join(PREDICTION_TYPES)}."
+                + nearest(prediction_type, PREDICTION_TYPES)
+            )
+        if isinstance(num_train_timesteps, bool) or not isinstance(num_train_timesteps, int) or num_train_timesteps < 1:
+            raise ConfigError(f"num_train_timesteps={num_train_timesteps!r}; expected a positive integer")
+        self.prediction_type = prediction_type
+        self.eta = _checked_eta(eta)
+        self.num_train_timesteps = num_train_timesteps
+        self._times: Tensor | None = None
+        one = torch.ones((), dtype=torch.float64)
+        if prediction_type == "epsilon" and float(self._levels(one)[0]) == 0.0:
+            raise ConfigError(
+                f"prediction_type='epsilon' with {type(self).__name__}: α(1) = 0, so pure noise says nothing about "
+                "x_0 and x_0 = (x − σ ε)/α divides by zero; use 'v_prediction', 'flow' or 'sample'"
+            )
+
+    # ---- noise levels -------------------------------------------------------------------------------------------
+
+    def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """α(t), σ(t) at scale 1, in the dtype of ``t``."""
+        raise NotImplementedError
+
+    def _level_rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """dα/dt, dσ/dt at scale 1, in the dtype of ``t``."""
+        raise NotImplementedError
+
+    def alpha_sigma(self, t: Tensor | float, context: Context | None = None) -> tuple[Tensor, Tensor]:
+        """α_t and σ_t, each of the shape of ``t`` (and of the context's scale, if there is one)."""
+        return self._scaled(self._levels, t, context)
+
+    def _rates(self, t: Tensor | float, context: Context | None) -> tuple[Tensor, Tensor]:
+        return self._scaled(self._level_rates, t, context)
+
+    @staticmethod
+    def _scaled(levels: Any, t: Tensor | float, context: Context | None) -> tuple[Tensor, Tensor]:
+        t = _as_time(t)
+        scale = None if context is None else context.get("scale")
+        if scale is None:
+            alpha, sigma = levels(distinct(t))
+            return alpha.expand(t.shape), sigma.expand(t.shape)
+        scale = scale.to(t.device, t.dtype)
+        t = distinct(t)
+        alpha, sigma = levels(t.reshape(t.shape + (1,) * (scale.ndim - t.ndim)) if t.ndim else t)
+        return alpha.expand_as(sigma * scale) if alpha.ndim else alpha, sigma * scale
+
+    def times(self, n: int, device: torch.device | str | None = None) -> Tensor:
+        """The n + 1 times of a walk with n steps, from 1 to 0, strictly decreasing.
+
+        The values are representable in float32 (what a network is told) and held in float64 where the device has it,
+        so that network and kernel see the same time.
+
+        Raises:
+            ConfigError: ``n`` is not a positive integer.
+        """
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ConfigError(f"num_inference_steps={n!r}; expected a positive integer")
+        times = self._grid(n).to(torch.float32)
+        return times.to(device) if _lacks_float64(device) else times.to(torch.float64).to(device)
+
+    def _grid(self, n: int) -> Tensor:
+        return torch.linspace(1.0, 0.0, n + 1, dtype=torch.float64)
+
+    def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor | float, context: Context | None = None) -> Tensor:
+        """x_t = α_t x_0 + σ_t ε for unit noise ε, (B, \\*), computed in at least float32 and returned as ``x0.dtype``."""
+        clean = _at_least_float32(x0)
+        alpha, sigma = self.alpha_sigma(t, context)
+        return (expand_as(alpha, clean) * clean + expand_as(sigma, clean) * noise.to(clean.dtype)).to(x0.dtype)
+
+    def prior(self, keys: Noise, shape: Sequence[int], context: Context | None = None, device: Any = None) -> Tensor:
+        """Pure noise σ_1 ε to start a walk from, float32 (B, \\*shape); ``shape`` is one sample's."""
+        noise = keys.normal(shape)
+        return expand_as(self.alpha_sigma(torch.ones((), device=noise.device), context)[1], noise) * noise
+
+    # ---- prediction types ---------------------------------------------------------------------------------------
+
+    def _readout(
+        self, t: Tensor | float, alpha: Tensor, sigma: Tensor, context: Context | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """a, b, c, d with x̂_0 = a x + b f and ε̂ = c x + d f for the model output f: coefficients, one per sample."""
+        if self.prediction_type == "epsilon":
+            return 1.0 / alpha, -sigma / alpha, torch.zeros_like(alpha), torch.ones_like(alpha)
+        if self.prediction_type == "sample":
+            inverse = _safe_reciprocal(sigma)
+            return torch.zeros_like(alpha), torch.ones_like(alpha), inverse, -alpha * inverse
+        if self.prediction_type == "v_prediction":
+            norm = alpha.square() + sigma.square()
+            return alpha / norm, -sigma / norm, sigma / norm, alpha / norm
+        norm = alpha + sigma
+        return 1.0 / norm, -sigma / norm, 1.0 / norm, alpha / norm
+
+    def to_x0(
+        self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None
+    ) -> Tensor:
+        """The clean sample x̂_0 that ``model_output`` predicts at (``sample``, t), (B, \\*), in at least float32."""
+        if self.prediction_type == "sample":
+            return _at_least_float32(model_output)
+        a, b, _, _ = self._readout(t, *self.alpha_sigma(t, context), context)
+        return linear_combination((a, sample), (b, model_output))
+
+    def from_x0(self, x0: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None) -> Tensor:
+        """The model output that stands for the clean sample ``x0`` at (``sample``, t): the inverse of :meth:`to_x0`."""
+        x, clean = _at_least_float32(sample), _at_least_float32(x0)
+        if self.prediction_type == "sample":
+            return clean
+        alpha, sigma = (expand_as(c, x) for c in self.alpha_sigma(t, context))
+        noise = (x - alpha * clean) * _safe_reciprocal(sigma)
+        return self._output_from(clean, noise, alpha, sigma, context)
+
+    def _output_from(
+        self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, context: Context | None
+    ) -> Tensor:
+        if self.prediction_type == "epsilon":
+            return noise
+        if self.prediction_type == "v_prediction":
+            return alpha * noise - sigma * clean
+        return noise - clean
+
+    def target(self, x0: Tensor, noise: Tensor, t: Tensor | float, context: Context | None = None) -> Tensor:
+        """What a denoiser with this prediction type should output for the pair (x_0, ε) at t: the regression target."""
+        clean, unit = _at_least_float32(x0), _at_least_float32(noise)
+        if self.prediction_type == "sample":
+            return clean
+        alpha, sigma = (expand_as(c, clean) for c in self.alpha_sigma(t, context))
+        return self._output_from(clean, unit, alpha, sigma, context)
+
+    def velocity(
+        self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None
+    ) -> Tensor:
+        """dx/dt = α'(t) x̂_0 + σ'(t) ε̂ of the probability-flow ODE, (B, \\*). Multi-stage solvers combine these."""
+        a, b, c, d = self._readout(t, *self.alpha_sigma(t, context), context)
+        alpha_rate, sigma_rate = self._rates(t, context)
+        of_sample, of_output = alpha_rate * a + sigma_rate * c, alpha_rate * b + sigma_rate * d
+        return linear_combination((of_sample, sample), (of_output, model_output))
+
+    # ---- the kernel ---------------------------------------------------------------------------------------------
+
+    def transition(
+        self,
+        model_output: Tensor,
+        t: Tensor | float,
+        s: Tensor | float,
+        sample: Tensor,
+        context: Context | None = None,
+        eta: float | None = None,
+    ) -> GaussianTransition:
+        """p(x_s | x_t) for 0 ≤ s ≤ t ≤ 1: the kernel of the module's docstring. Samples with s = t stay where they are.
+
+        Args:
+            model_output: the denoiser's output at (``sample``, t), (B, \\*).
+            t: current times, () or (B,).
+            s: next times, () or (B,).
+            sample: x_t, (B, \\*).
+            context: what the kernel needs per sample (``"scale"``).
+            eta: stochasticity in [0, 1]; None takes the scheduler's own.
+        """
+        eta = self.eta if eta is None else _checked_eta(eta)
+        alpha_t, sigma_t = self.alpha_sigma(t, context)
+        alpha_s, sigma_s = self.alpha_sigma(s, context)
+        a, b, c, d = self._readout(t, alpha_t, sigma_t, context)
+        # 1 − e^{2(λ_t − λ_s)} = σ_{t|s}²/σ_t², with λ = log α/σ
+        kept = (alpha_t * sigma_s) * _safe_reciprocal(alpha_s * sigma_t)
+        gamma = eta * sigma_s * (1.0 - kept.square()).clamp(min=0.0).sqrt()
+        direction = (sigma_s.square() - gamma.square()).clamp(min=0.0).sqrt()
+        of_sample, of_output = alpha_s * a + direction * c, alpha_s * b + direction * d
+        stays = _match(_as_time(t) == _as_time(s), of_sample)
+        of_sample = torch.where(stays, torch.ones_like(of_sample), of_sample)
+        of_output = torch.where(stays, torch.zeros_like(of_output), of_output)
+        std = torch.where(stays, torch.zeros_like(gamma), gamma)
+        return GaussianTransition(linear_combination((of_sample, sample), (of_output, model_output)), std)
+
+    # ---- diffusers' loops ---------------------------------------------------------------------------------------
+
+    def set_timesteps(self, num_inference_steps: int, device: torch.device | str | None = None) -> None:
+        """Prepares ``timesteps`` for diffusers' loops; genkit's own walks never call this."""
+        self.num_inference_steps = num_inference_steps
+        self._times = self.times(num_inference_steps)
+        self._device = device
+
+    @property
+    def timesteps(self) -> Tensor:
+        """``times[:-1] · num_train_timesteps`` of the last :meth:`set_timesteps`, float32 (n,)."""
+        if self._times is None:
+            raise ConfigError("timesteps are asked for before set_timesteps(num_inference_steps) was called")
+        return (self._times[:-1] * self.num_train_timesteps).to(torch.float32).to(self._device)
+
+    def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
+        """The sample itself: these chains need no input scaling."""
+        return sample
+
+    def step(
+        self,
+        model_output: Tensor,
+        timestep: Tensor | float | int,
+        sample: Tensor,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        return_dict: bool = True,
+    ) -> SchedulerStepOutput | tuple[Tensor, Tensor]:
+        """One step from ``timestep`` to the next one of :meth:`set_timesteps`, with diffusers' signature.
+
+        A thin adapter over :meth:`transition`: nothing is counted, so it may be called in any order.
+
+        Raises:
+            ConfigError: before ``set_timesteps``, or for a timestep that is not one of ``timesteps``.
+        """
+        t, s = self._neighbours(timestep)
+        transition = self.transition(model_output, t, s, sample)
+        x = transition.mean
+        if self.eta > 0 and s > 0:
+            noise = randn_tensor(sample.shape, generator=generator, device=sample.device, dtype=sample.dtype)
+            x = x + expand_as(transition.std, x) * noise.to(x.dtype)
+        clean = self.to_x0(model_output, t, sample).to(sample.dtype)
+        x = x.to(sample.dtype)
+        return SchedulerStepOutput(x, clean) if return_dict else (x, clean)
+
+    def _neighbours(self, timestep: Tensor | float | int) -> tuple[float, float]:
+        timesteps = self.timesteps.cpu()
+        value = float(timestep)
+        index = int((timesteps - value).abs().argmin())
+        spacing = float((timesteps[:-1] - timesteps[1:]).min()) if len(timesteps) > 1 else 1.0
+        if abs(float(timesteps[index]) - value) > 0.25 * spacing:
+            raise ConfigError(
+                f"timestep {value:g} is not one of the {len(timesteps)} timesteps of set_timesteps "
+                f"(nearest: {float(timesteps[index]):g}); pass an element of scheduler.timesteps"
+            )
+        assert self._times is not None
+        return float(self._times[index]), float(self._times[index + 1])
+
+    def __len__(self) -> int:
+        return self.num_train_timesteps
+
+
+def _checked_eta(eta: float) -> float:
+    if not isinstance(eta, (int, float)) or not 0.0 <= eta <= 1.0:
+        raise ConfigError(f"eta={eta!r}; expected a number from 0 (deterministic) to 1 (ancestral)")
+    return float(eta)
+
+
+def _lacks_float64(device: torch.device | str | None) -> bool:
+    return device is not None and torch.device(device).type in ("mps", "xpu")
+
+
+def _as_time(t: Tensor | float) -> Tensor:
+    if not isinstance(t, Tensor):
+        return torch.tensor(t, dtype=torch.float64)
+    if not t.is_floating_point():
+        raise ConfigError(
+            f"t has dtype {t.dtype}; expected times in [0, 1] as floating-point numbers. A diffusers timestep is "
+            "num_train_timesteps · t: divide by scheduler.num_train_timesteps"
+        )
+    return t if _lacks_float64(t.device) else t.to(torch.float64)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.float32) if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+def _safe_reciprocal(x: Tensor) -> Tensor:
+    """1/x, and 0 where x = 0, with finite gradients everywhere."""
+    zero = x == 0
+    return torch.where(zero, torch.zeros_like(x), 1.0 / torch.where(zero, torch.ones_like(x), x))
+
+
+def _match(mask: Tensor, x: Tensor) -> Tensor:
+    return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)) if mask.ndim else mask
+

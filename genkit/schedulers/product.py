@@ -1,0 +1,164 @@
+"""Chains whose state has parts: one scheduler a field, the other fields passed through unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from diffusers.configuration_utils import register_to_config
+from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401  (diffusers looks it up here by name)
+from torch import Tensor
+
+from genkit.errors import ConfigError, nearest
+from genkit.schedulers.base import ConfiguredScheduler
+from genkit.schedulers.gaussian import Context
+from genkit.schedulers.transition import Noise, Transition
+
+__all__ = ["ProductScheduler", "ProductTransition"]
+
+State = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class ProductTransition:
+    """The product of independent transitions, one a field.
+
+    Args:
+        parts: field → transition.
+        passed: fields of the state that the step leaves as they are (a mask, for example).
+    """
+
+    parts: Mapping[str, Transition]
+    passed: State
+
+    @property
+    def mode(self) -> dict[str, Tensor]:
+        """The mode of every field, with the passed fields."""
+        return {**self.passed, **{name: part.mode for name, part in self.parts.items()}}
+
+    def sample(self, keys: Noise) -> dict[str, Tensor]:
+        """One state; each field reads its own random stream."""
+        drawn = {name: part.sample(_field_keys(keys, name)) for name, part in self.parts.items()}
+        return {**self.passed, **drawn}
+
+    def log_prob(self, x_s: State) -> Tensor:
+        """Σ over the fields of their log-densities, (B,); padding adds 0."""
+        return torch.stack([part.log_prob(x_s[name]) for name, part in self.parts.items()]).sum(dim=0)
+
+    def unchecked_log_prob(self, x_s: State) -> Tensor:
+        """:meth:`log_prob`, with NaN instead of an error where a field's width is 0."""
+        scores = [getattr(p, "unchecked_log_prob", p.log_prob)(x_s[name]) for name, p in self.parts.items()]
+        return torch.stack(scores).sum(dim=0)
+
+
+class ProductScheduler(ConfiguredScheduler):
+    """Acts on each field of a state (a plain dict of tensors) with that field's scheduler.
+
+    All fields share the walk's times and the context. Methods have the signatures of the single schedulers, with dicts
+    in the place of tensors; the model output is a dict with one entry a field.
+
+    Args:
+        schedulers: field → scheduler; from a configuration, a list of ``{"field", "class", options}`` (a list, because
+            JSON files do not keep the order of keys, and the first field gives the times).
+        masks: field → name of the state's boolean field (B, N) that marks the field's real elements; the others are
+            padding: they add nothing to ``log_prob``.
+
+    Raises:
+        ConfigError: no field, a scheduler that has no ``transition``, or an unknown class name in a configuration.
+    """
+
+    @register_to_config
+    def __init__(self, schedulers: Mapping[str, Any] | Sequence[Mapping[str, Any]], masks: Mapping[str, str] | None = None) -> None:
+        if not schedulers:
+            raise ConfigError("ProductScheduler needs at least one field: ProductScheduler({'coords': scheduler, …})")
+        if not isinstance(schedulers, Mapping):
+            schedulers = {str(d.get("field")): {k: v for k, v in d.items() if k != "field"} for d in schedulers}
+        self.schedulers = {name: _built(name, value) for name, value in schedulers.items()}
+        self.masks = dict(masks or {})
+        for name in self.masks:
+            if name not in self.schedulers:
+                raise ConfigError(f"masks names the field {name!r}, which has no scheduler.{nearest(name, schedulers)}")
+        described = [{"field": name, **_described(scheduler)} for name, scheduler in self.schedulers.items()]
+        self.register_to_config(schedulers=described, masks=self.masks)
+        self.prediction_type = {name: getattr(s, "prediction_type", None) for name, s in self.schedulers.items()}
+
+    def times(self, n: int, device: torch.device | str | None = None) -> Tensor:
+        """The times of the first field's scheduler, (n + 1,)."""
+        return next(iter(self.schedulers.values())).times(n, device)
+
+    def _each(self, method: str, state: State, *dicts: State, t: Any, context: Context | None) -> dict[str, Tensor]:
+        changed = {}
+        for name, scheduler in self.schedulers.items():
+            arguments = [_field(d, name) for d in dicts]
+            changed[name] = getattr(scheduler, method)(*arguments, t, context=context)
+        return {**state, **changed}
+
+    def add_noise(self, x0: State, noise: State, t: Tensor | float, context: Context | None = None) -> dict[str, Tensor]:
+        """Each field's ``add_noise``; fields without a scheduler are passed through."""
+        return self._each("add_noise", x0, x0, noise, t=t, context=context)
+
+    def to_x0(
+        self, model_output: State, t: Tensor | float, sample: State, context: Context | None = None
+    ) -> dict[str, Tensor]:
+        """Each field's clean prediction; fields without a scheduler are passed through."""
+        clean = {
+            name: scheduler.to_x0(_field(model_output, name), t, _field(sample, name), context)
+            for name, scheduler in self.schedulers.items()
+        }
+        return {**sample, **clean}
+
+    def prior(self, keys: Any, shapes: Mapping[str, Sequence[int]], context: Context | None = None) -> dict[str, Tensor]:
+        """Pure noise for every field; ``shapes`` holds the per-sample shape of each."""
+        return {name: s.prior(_field_keys(keys, name), shapes[name], context) for name, s in self.schedulers.items()}
+
+    def transition(
+        self,
+        model_output: State,
+        t: Tensor | float,
+        s: Tensor | float,
+        sample: State,
+        context: Context | None = None,
+        eta: float | None = None,
+    ) -> ProductTransition:
+        """The product of the fields' transitions, with their masks."""
+        parts: dict[str, Transition] = {}
+        for name, scheduler in self.schedulers.items():
+            part = scheduler.transition(_field(model_output, name), t, s, _field(sample, name), context, eta)
+            parts[name] = replace(part, mask=_field(sample, self.masks[name])) if name in self.masks else part
+        passed = {name: value for name, value in sample.items() if name not in self.schedulers}
+        return ProductTransition(parts, passed)
+
+
+def _field_keys(keys: Any, name: str) -> Any:
+    """A stream of its own for each field: the purpose is extended by the field's name."""
+    return keys.at(purpose=f"{keys.purpose}/{name}")
+
+
+def _field(state: State, name: str) -> Tensor:
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"ProductScheduler got a {type(state).__name__}; expected a dict of tensors with {name!r}")
+    if name not in state:
+        raise ConfigError(f"the state has no field {name!r}; it has {', '.join(state)}.{nearest(name, state)}")
+    return state[name]
+
+
+def _described(scheduler: Any) -> dict[str, Any]:
+    options = {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
+    return {"class": type(scheduler).__name__, **options}
+
+
+def _built(name: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        if not callable(getattr(value, "transition", None)):
+            raise ConfigError(f"field {name!r}: {type(value).__name__} has no pure transition; use a genkit scheduler")
+        return value
+    import genkit.schedulers
+
+    options = dict(value)
+    class_name = options.pop("class", None)
+    if class_name not in genkit.schedulers.__all__ or not str(class_name).endswith("Scheduler"):
+        known = [n for n in genkit.schedulers.__all__ if n.endswith("Scheduler")]
+        raise ConfigError(f"field {name!r}: {class_name!r} is no genkit scheduler.{nearest(str(class_name), known)}")
+    return getattr(genkit.schedulers, class_name).from_config(options)

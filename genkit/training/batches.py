@@ -1,0 +1,124 @@
+"""From dataset indices to a batch: reading, stacking and checking."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from genkit.errors import ConfigError
+
+__all__ = ["BatchReader", "TensorData", "TrainingData"]
+
+Batch = dict[str, Any]
+SAMPLE_ID = "sample_id"
+
+
+class TrainingData(Protocol):
+    """Map-style data: ``data[indices]`` with int64 indices (b,) gives a dict of tensors (b, \\*).
+
+    A torch ``Dataset`` whose ``data[int]`` gives a dict of one sample is accepted as well and stacked.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Mapping[str, Any]: ...
+
+
+class TensorData:
+    """Tensors (n, \\*) held in memory as training data, one name each.
+
+    Raises:
+        ConfigError: no tensor, or tensors of different lengths.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        lengths = {name: len(tensor) for name, tensor in tensors.items()}
+        if len(set(lengths.values())) != 1:
+            raise ConfigError(f"the fields of a data set need one common length, got {lengths or 'no fields'}")
+        self.tensors = dict(tensors)
+
+    def __len__(self) -> int:
+        return len(next(iter(self.tensors.values())))
+
+    def __getitem__(self, index: Tensor) -> dict[str, Tensor]:
+        return {name: tensor[index] for name, tensor in self.tensors.items()}
+
+
+class BatchReader:
+    """Reads checked batches of ``data`` and adds ``sample_id``, the int64 dataset indices.
+
+    Raises:
+        ConfigError: empty data, data that gives no dict, samples of different shapes, NaN or infinity.
+    """
+
+    def __init__(self, data: TrainingData) -> None:
+        self.data = data
+        if len(data) < 1:
+            raise ConfigError(
+                f"the data set {type(data).__name__} is empty (0 samples); check its path and its filters"
+            )
+        self.by_tensor = self._takes_tensors()
+
+    def _takes_tensors(self) -> bool:
+        probe = torch.tensor([0, len(self.data) - 1])
+        try:
+            batch = self.data[probe]
+            if isinstance(batch, Mapping) and batch and all(_length(v) == 2 for v in batch.values()):
+                return True
+        except Exception:  # whatever a per-sample data set raises when it is given a tensor
+            pass
+        sample = self.data[0]
+        if not isinstance(sample, Mapping) or not sample:
+            raise ConfigError(
+                f"{type(self.data).__name__}[0] gives a {type(sample).__name__}, expected a dict of named fields; "
+                f"return for example {{'x': tensor}}"
+            )
+        return False
+
+    def read(self, indices: Tensor) -> Batch:
+        """The batch of ``indices``, int64 (b,), on the data's own device."""
+        batch = dict(self.data[indices]) if self.by_tensor else _stack([self.data[int(i)] for i in indices])
+        if SAMPLE_ID in batch:
+            raise ConfigError(
+                f"the data has a field {SAMPLE_ID!r}, which training sets to the dataset index; rename it"
+            )
+        for name, value in batch.items():
+            _check(name, value, indices)
+        return batch | {SAMPLE_ID: indices}
+
+
+def _length(value: Any) -> int | None:
+    if isinstance(value, Tensor):
+        return len(value) if value.ndim else None
+    return len(value) if isinstance(value, list) else None
+
+
+def _stack(samples: list[Mapping[str, Any]]) -> Batch:
+    names = set(samples[0])
+    if any(set(s) != names for s in samples):
+        raise ConfigError(f"samples have different fields: {sorted({tuple(sorted(s)) for s in samples})}")
+    return {name: _stack_field(name, [s[name] for s in samples]) for name in samples[0]}
+
+
+def _stack_field(name: str, values: list[Any]) -> Any:
+    shapes = {tuple(getattr(v, "shape", ())) for v in values}
+    if len(shapes) > 1:
+        raise ConfigError(
+            f"field {name!r}: samples of one batch have the shapes {sorted(shapes)}; pad or crop them to one"
+        )
+    return torch.utils.data.default_collate(values)
+
+
+def _check(name: str, value: Any, indices: Tensor) -> None:
+    if _length(value) != len(indices):
+        raise ConfigError(f"field {name!r}: asked for {len(indices)} samples, got {_length(value)}")
+    # on an accelerator this would wait for the device; there the check of the loss remains
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_floating_point():
+        if not torch.isfinite(value).all():
+            bad = ~torch.isfinite(value).reshape(len(value), -1).all(dim=1)
+            raise ConfigError(
+                f"field {name!r}: NaN or infinity in the samples {indices[bad].tolist()[:10]}; remove them or fill them in"
+            )

@@ -1,0 +1,319 @@
+"""One loop for every objective.
+
+A step is one optimiser update of one network: all micro-batches of a window are read and weighed, each contributes
+its part of the mean over all units of all processes, and the gradient is checked before anything moves. Whatever depends on
+time (order, noise, dropout, learning rate, turn) is a function of the step, so a checkpoint needs no random state
+and a resumed run repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from genkit.errors import CheckpointError, ConfigError, GenkitError
+from genkit.serialization import installed_versions, save_json
+from genkit.training import checkpoint as folders
+from genkit.training.accelerator import decide_on_main, make_accelerator, on_every_process
+from genkit.training.batches import BatchReader, TrainingData
+from genkit.training.build import build_networks, release_networks
+from genkit.training.config import TrainerConfig
+from genkit.training.config_files import changed_keys
+from genkit.training.networks import TrainedNetwork, averaged_weights, set_turn
+from genkit.training.objective import Objective, Phase
+from genkit.training.optim import learning_rate
+from genkit.training.order import DataOrder
+from genkit.training.sharding import save_on_all, shard_suffix
+from genkit.training.stepping import Stepper, StepResult
+from genkit.training.trackers import StopSignal, Tracker, make_trackers
+
+__all__ = ["DivergenceError", "StepLog", "Trainer"]
+
+log = logging.getLogger("genkit.training")
+SavePipeline = Callable[[Path, Mapping[str, nn.Module]], None]
+
+
+class DivergenceError(GenkitError, RuntimeError):
+    """The loss or its gradient stayed non-finite; the weights and the checkpoints are those of the last finite step."""
+
+
+@dataclass(frozen=True)
+class StepLog:
+    """What a step did.
+
+    Attributes:
+        step: steps done so far, this one included.
+        phase, turn: the stage, and the network that was updated.
+        loss: the mean over the whole window and all processes.
+        learning_rate: η of this step.
+        grad_norm: the gradient's 2-norm before clipping.
+        seconds: wall time.
+        logs: the objective's numbers, means like the loss.
+        skipped: True where loss or gradient were not finite and nothing was updated.
+        sample_ids: dataset indices of a skipped step (of its non-finite micro-batches where this process had them).
+    """
+
+    step: int
+    phase: str
+    turn: str
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    seconds: float
+    logs: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
+    sample_ids: tuple[int, ...] = ()
+
+
+class Trainer:
+    """Trains an objective's networks; ``train()`` is a generator that yields after every step.
+
+    Args:
+        objective: losses, networks, phases and turns.
+        config: validated configuration.
+        data: map-style training data (:class:`genkit.training.batches.TrainingData`).
+        save_pipeline: called on the main process at the end with ``output_dir/pipeline`` and the networks (moving averages
+            where they are kept).
+
+    Raises:
+        ConfigError: empty data, a batch or window larger than the data, settings that this machine cannot do.
+    """
+
+    def __init__(
+        self, objective: Objective, config: TrainerConfig, data: TrainingData, save_pipeline: SavePipeline | None = None
+    ) -> None:
+        self.objective, self.config, self.save_pipeline = objective, config, save_pipeline
+        self.output_dir = Path(config.output_dir)
+        self.phases = tuple(objective.phases()) or (Phase("train", config.max_steps),)
+        self.phase_ends = list(itertools.accumulate(phase.steps for phase in self.phases))
+        self.last_step = min(config.max_steps, self.phase_ends[-1])
+        self.reader = BatchReader(data)
+        self.accelerator = make_accelerator(config)
+        world = self.accelerator.num_processes
+        self.order = DataOrder(config.seed, len(data), config.batch_size, config.gradient_accumulation_steps, world)
+        self.stepper = Stepper(self.accelerator, objective, config, self.reader, self.order)
+        self.networks: dict[str, TrainedNetwork] = {}
+        self.step, self.phase_index, self.skipped, self.skipped_in_a_row = 0, -1, 0, 0
+        self.turn_counts: dict[str, int] = {}
+        self.stopped = False
+        self._turn: str | None = None
+        self._saved_step = -1
+        self._given_frozen = set(objective.frozen())
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> Iterator[StepLog]:
+        """Runs to ``max_steps``, or to the end of the step in which a SIGTERM arrives; a step's checkpoint is on disk
+        before the step is yielded.
+
+        Raises:
+            ConfigError: an output folder in use, or changed settings on resume.
+            CheckpointError: a damaged or foreign checkpoint, or a save that failed (older checkpoints are unchanged).
+            DivergenceError: more than ``max_skipped_steps`` non-finite steps in a row.
+        """
+        self._start()
+        trackers = make_trackers(self.config, self.step) if self.accelerator.is_main_process else []
+        hidden = None if self.config.progress and self.accelerator.is_main_process else True
+        bar = tqdm(total=self.last_step, initial=self.step, disable=hidden, unit="step", desc="train")
+        try:
+            with StopSignal() as stop:
+                while self.step < self.last_step and not self.stopped:
+                    self._enter_phase(self._phase_of(self.step))
+                    entry = self._run_step(stop)
+                    if self.stopped or self.step % self.config.save_steps == 0 or self.step == self.last_step:
+                        self._save()
+                    self._report(entry, trackers)
+                    bar.update()
+                    yield entry
+            self._finish()
+        finally:
+            bar.close()
+            for tracker in trackers:
+                tracker.close()
+            release_networks(self.accelerator, self.objective, self.networks)
+
+    def _report(self, entry: StepLog, trackers: list[Tracker]) -> None:
+        if entry.step % self.config.logging_steps and not entry.skipped and entry.step != self.last_step:
+            return
+        row = asdict(entry)
+        row |= row.pop("logs")
+        if not row["skipped"]:
+            del row["sample_ids"]
+        for tracker in trackers:
+            tracker.log(row | {"epoch": self.order.place(entry.step - 1)[0]})
+
+    def _finish(self) -> None:
+        if self.stopped:
+            log.info(
+                "SIGTERM: checkpoint-%d is saved, stopping; continue with resume_from_checkpoint=latest", self.step
+            )
+        elif self.save_pipeline is not None:
+            save, target = self.save_pipeline, self.output_dir / "pipeline"
+            with averaged_weights(self.networks) as modules:
+                decide_on_main(self.accelerator, lambda: save(target, modules))
+
+    # --- phases and turns -------------------------------------------------------------------------------------------
+
+    def _phase_of(self, step: int) -> int:
+        return next(i for i, end in enumerate(self.phase_ends) if step < end)
+
+    def _enter_phase(self, index: int) -> None:
+        """Starts all phases up to ``index``, then makes networks' optimisers anew."""
+        if index == self.phase_index:
+            return
+        set_turn(self.networks, None)
+        for phase in self.phases[self.phase_index + 1 : index + 1]:
+            self.objective.start_phase(phase.name)
+        self.phase_index, self._turn = index, None
+        self.networks = build_networks(self.accelerator, self.objective, self.config, self.networks)
+
+    def _take_turn(self, step: int) -> TrainedNetwork:
+        turn = self.objective.turn(step)
+        if turn not in self.networks:
+            raise ConfigError(f"turn({step}) gave {turn!r}, but the networks are {sorted(self.networks)}")
+        network = self.networks[turn]
+        if turn != self._turn:
+            set_turn(self.networks, turn)
+            self.objective.bind({turn: network.wrapped})
+            self._turn = turn
+        return network
+
+    def _rate(self, network: TrainedNetwork) -> float:
+        phase = self.phases[self.phase_index]
+        inside = self.step - (self.phase_ends[self.phase_index] - phase.steps)
+        c = self.config
+        return learning_rate(
+            network.base_rate, inside, phase.steps, scheduler=c.lr_scheduler, warmup_steps=c.warmup_steps
+        )
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def _run_step(self, stop: StopSignal) -> StepLog:
+        started = time.perf_counter()
+        network = self._take_turn(self.step)
+        rate = self._rate(network)
+        result = self.stepper.run(network, self.step, rate, stop.received)
+        self.step += 1
+        self.stopped = result.stop
+        self.turn_counts[network.name] = self.turn_counts.get(network.name, 0) + 1
+        if result.finite:
+            self.skipped_in_a_row = 0
+        else:
+            self._count_skip(result)
+        return StepLog(
+            step=self.step,
+            phase=self.phases[self.phase_index].name,
+            turn=network.name,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            seconds=time.perf_counter() - started,
+            logs=result.logs,
+            skipped=not result.finite,
+            sample_ids=result.sample_ids,
+        )
+
+    def _count_skip(self, result: StepResult) -> None:
+        self.skipped += 1
+        if result.overflow:  # the float16 loss scale has just been lowered
+            return
+        self.skipped_in_a_row += 1
+        what = f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}, samples {list(result.sample_ids[:20])}"
+        log.warning("%s; the step is skipped (%d in a row)", what, self.skipped_in_a_row)
+        if self.skipped_in_a_row > self.config.max_skipped_steps:
+            newest = folders.checkpoints(self.output_dir)
+            kept = f"{newest[0][1]} is the last checkpoint and is finite" if newest else "no checkpoint was written yet"
+            raise DivergenceError(
+                f"{what}; more than max_skipped_steps={self.config.max_skipped_steps} in a row. The weights were not "
+                f"touched; {kept}. Look at these samples, lower learning_rate, or raise max_skipped_steps"
+            )
+
+    # --- saving and resuming ----------------------------------------------------------------------------------------
+
+    def _made_frozen(self) -> dict[str, nn.Module]:
+        return {n: m for n, m in self.objective.frozen().items() if n not in self._given_frozen}
+
+    def _state(self) -> dict[str, Any]:
+        epoch, position = self.order.place(self.step)
+        scaler = self.accelerator.scaler
+        return {
+            "step": self.step,
+            "epoch": epoch,
+            "window_in_epoch": position,
+            "phase": self.phases[self.phase_index].name,
+            "phase_index": self.phase_index,
+            "turn_counts": self.turn_counts,
+            "skipped": self.skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "samples": self.order.size,
+            "world_size": self.accelerator.num_processes,
+            "config_hash": self.config.config_hash(),
+            "frozen_hashes": {name: network.frozen_hash() for name, network in self.networks.items()},
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "versions": installed_versions(),
+        }
+
+    def _save(self) -> None:
+        if self._saved_step == self.step:
+            return
+        folder = self.output_dir / f"checkpoint-{self.step}"
+        groups = on_every_process(self.accelerator, lambda: folders.collect(self.networks, self._made_frozen()))
+        save_on_all(self.accelerator, folder, groups, self._state(), self.config.resolved())
+        decide_on_main(
+            self.accelerator, lambda: folders.prune_checkpoints(self.output_dir, self.config.save_total_limit)
+        )
+        self._saved_step = self.step
+
+    def _start(self) -> None:
+        resume = self.config.resume_from_checkpoint
+
+        def choose() -> str | None:
+            folders.prepare_output_dir(self.output_dir, resume)
+            found = folders.choose_checkpoint(self.output_dir, resume)
+            return None if found is None else str(found)
+
+        chosen = decide_on_main(self.accelerator, choose)
+        if chosen is not None:
+            data = on_every_process(self.accelerator, lambda: self._read(Path(chosen)))
+            self._resume(data, Path(chosen))
+        resolved = self.config.resolved()
+        decide_on_main(self.accelerator, lambda: save_json(self.output_dir / "config.json", resolved))
+
+    def _read(self, folder: Path) -> folders.CheckpointData:
+        """A checkpoint that this run may continue."""
+        data = folders.read_checkpoint(folder, shard_suffix(self.accelerator))
+        state, world = data.state, self.accelerator.num_processes
+        changed = changed_keys(data.config, self.config)
+        if state["world_size"] != world:
+            changed.append(f"number of processes: {state['world_size']} in the checkpoint, {world} now")
+        if state["samples"] != self.order.size:
+            changed.append(f"number of training samples: {state['samples']} in the checkpoint, {self.order.size} now")
+        if changed:
+            raise ConfigError(
+                f"{folder} cannot be continued, because these settings changed:\n  " + "\n  ".join(changed) + "\n"
+                "Set them back, or start a new run in another output_dir."
+            )
+        if not 0 <= state["phase_index"] < len(self.phases):
+            raise CheckpointError(f"{folder}: saved in phase {state['phase_index']}, but there are {len(self.phases)}")
+        return data
+
+    def _resume(self, data: folders.CheckpointData, folder: Path) -> None:
+        state = data.state
+        self._enter_phase(state["phase_index"])
+        folders.apply_checkpoint(data, self.networks, self._made_frozen())
+        if self.accelerator.scaler is not None and state["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step = self._saved_step = state["step"]
+        self.skipped, self.skipped_in_a_row = state["skipped"], state["skipped_in_a_row"]
+        self.turn_counts = dict(state["turn_counts"])
+        log.info("resumed from %s (step %d)", folder, self.step)
+        if self.step >= self.last_step:
+            log.info("max_steps=%d is already reached, there is nothing to train", self.last_step)

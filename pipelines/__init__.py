@@ -1,0 +1,17 @@
+"""The published methods as pipelines, one folder each; installed as ``genkit.pipelines``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from genkit._lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline as HeavyTailedFlowPipeline
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "HeavyTailedFlowPipeline": ".heavy_tailed_flow.pipeline",
+    },
+)

@@ -1,0 +1,243 @@
+"""The evidence: every arm at equal parameters, training budget and network calls, over several seeds, losing rows in.
+
+Rows are appended to ``<results_dir>/heavy_tailed_flow/<data>.jsonl``; a row that is there is not measured again.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from genkit.metrics.modes import mode_coverage
+from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
+from genkit.metrics.tails import RobustWhitening, compare_tails, hill
+from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, classical_forecasts
+from genkit.pipelines.heavy_tailed_flow.config import Config, build
+from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
+
+__all__ = ["ARMS", "evaluate", "sample_arm", "train_arm"]
+
+METHOD = "heavy_tailed_flow"
+#: Trained arms by data set: what each changes in the configuration.
+ARMS: dict[str, dict[str, dict[str, Any]]] = {
+    "returns": {
+        "rank": {},
+        "independent": {"coupling": "independent"},
+        "gaussian_flow": {"coupling": "independent", "clock": {"law": "gaussian"}},
+        "rank_raw": {"data": {"kind": "raw"}},
+        "gaussian_flow_raw": {"data": {"kind": "raw"}, "coupling": "independent", "clock": {"law": "gaussian"}},
+    },
+    "mixture2d": {
+        "rank": {},
+        "rank_constant_scale": {"model": {"scale": "constant"}},
+        "independent": {"coupling": "independent"},
+        "gaussian_flow": {"coupling": "independent", "clock": {"law": "gaussian"}},
+    },
+}
+#: Tail indices asked of the trained networks on the mixture.
+TAIL_INDICES = (1.2, 1.5, 1.8)
+TRUTH_LEVELS = (0.99, 0.999, 0.9999)
+
+
+def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Path = "docs/results") -> str:
+    """Measures the rows that are missing (unless ``table_only``) and returns the tables as Markdown."""
+    path = Path(results_dir) / METHOD / f"{config.data.name}.jsonl"
+    if not table_only:
+        _run_missing(config, path)
+    rows = [row for row in read_rows(path) if row.setting == _setting(config)]
+    return "\n\n".join(_tables(config, rows))
+
+
+def arm_config(config: Config, arm: str, seed: int) -> Config:
+    """The configuration of a trained arm: the given one with the arm's changes and the seed."""
+    changes = ARMS[config.data.name][arm]
+    values = config.resolved()
+    for key, value in changes.items():
+        merge = isinstance(value, Mapping) and key != "clock"
+        values[key] = {**values[key], **value} if merge else value
+    return Config.model_validate({**values, "seed": seed, "progress": False, "report_to": "none"})
+
+
+def train_arm(config: Config, folder: Path) -> HeavyTailedFlowPipeline:
+    """Trains a configuration from scratch and returns its pipeline (with averaged weights)."""
+    from genkit.training.trainer import Trainer
+
+    recipe = build(config)
+    config = config.model_copy(update={"output_dir": str(folder), "save_steps": config.max_steps, "resume_from_checkpoint": None})
+    for _ in Trainer(recipe.objective, config, recipe.data, recipe.save_pipeline).train():
+        pass
+    pipe = HeavyTailedFlowPipeline.from_pretrained(folder / "pipeline")
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sample_arm(pipe: HeavyTailedFlowPipeline, config: Config, seed: int, **options: Any) -> Tensor:
+    """Samples at the evaluation's number of network calls, float64 (n, d)."""
+    generator = torch.Generator().manual_seed(10_000 + seed)
+    run = config.evaluation
+    output = pipe(run.num_samples, run.num_inference_steps, solver=run.solver, generator=generator, **options)
+    return output.samples.to(torch.float64)
+
+
+def _setting(config: Config) -> str:
+    run = config.evaluation
+    return f"{run.solver}-{run.num_inference_steps}, n={run.num_samples}"
+
+
+def _run_missing(config: Config, path: Path) -> None:
+    """Two processes with one thread each; rows are written as they come."""
+    done = {(row.arm, row.seed, row.config_hash, row.setting) for row in read_rows(path)}
+    setting = _setting(config)
+    jobs = []
+    for seed in range(config.evaluation.seeds):
+        for arm in ARMS[config.data.name]:
+            if (arm, seed, arm_config(config, arm, seed).config_hash(), setting) not in done:
+                jobs.append((arm, seed))
+    if config.data.name == "returns" and ("historical_simulation", 0) not in {(a, s) for a, s, _, _ in done}:
+        append_rows(path, _classical_rows(config))
+    print(f"{len(jobs)} rows to train and measure, about {len(jobs) * config.evaluation.minutes / 60:.1f} core-hours")
+    if not jobs:
+        return
+    workers = min(2, len(jobs))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(_measure_arm, config.resolved(), arm, seed): (arm, seed) for arm, seed in jobs}
+        for future in as_completed(futures):
+            append_rows(path, future.result())
+            print("measured {} seed {}".format(*futures[future]), flush=True)
+
+
+def _measure_arm(values: Mapping[str, Any], arm: str, seed: int) -> list[ResultRow]:
+    """Trains one arm and measures it; runs in a process of its own."""
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    base = Config.model_validate(values)
+    config = arm_config(base, arm, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        pipe = train_arm(config, Path(folder) / "run")
+    measure = _returns_metrics if config.data.name == "returns" else _mixture_metrics
+    numbers = list(measure(pipe, config, seed))
+    seconds = time.perf_counter() - began
+    return [
+        ResultRow(METHOD, arm, _setting(base), config.config_hash(), seed, metric, value, n, round(seconds, 1))
+        for metric, value, n in numbers
+    ]
+
+
+# ---- market returns -------------------------------------------------------------------------------------------------
+
+
+def _returns_metrics(pipe: HeavyTailedFlowPipeline, config: Config, seed: int) -> Iterator[tuple[str, float, int]]:
+    test = config.data.load("test")
+    samples = sample_arm(pipe, config, seed)
+    yield from _backtest_numbers(backtest(samples, test))
+    yield from _tail_numbers(samples, test.sample.to(torch.float64))
+
+
+def _tail_numbers(samples: Tensor, held_out: Tensor) -> Iterator[tuple[str, float, int]]:
+    """Tails beside the held-out days at equal n and k: averages over many sets of as many samples as there are days."""
+    whitening = RobustWhitening.fit(held_out)
+    radius, reference = whitening.radius(samples), whitening.radius(held_out)
+    n, sets = len(reference), min(len(radius) // len(reference), 50)
+    compared = [compare_tails(radius[i * n : (i + 1) * n], reference, fraction=0.05) for i in range(sets)]
+    yield "radius_hill_ratio", _mean(c.hill_ratio for c in compared), n
+    yield "radius_tail_ks", _mean(c.tail_ks.distance for c in compared), n
+    for level in (0.95, 0.99):
+        yield f"radius_quantile_ratio/{level}", _mean(c.quantile_ratios[level] for c in compared), n
+
+
+def _backtest_numbers(rows: Sequence[BacktestRow]) -> Iterator[tuple[str, float, int]]:
+    for row in rows:
+        for name, value in row.numbers().items():
+            if name != "n":
+                yield f"{name}/{row.portfolio}/{row.level}", value, row.n
+    for level in sorted({row.level for row in rows}):
+        of_level = [row for row in rows if row.level == level]
+        n = of_level[0].n
+        yield f"quantile_score/{level}", _mean(row.quantile_score for row in of_level), n
+        yield f"fz0_score/{level}", _mean(row.fz0_score for row in of_level), n
+        yield f"kupiec_rejections/{level}", float(sum(row.kupiec_p < 0.05 for row in of_level)), n
+        yield f"christoffersen_rejections/{level}", float(sum(row.conditional_coverage_p < 0.05 for row in of_level)), n
+        yield f"violation_ratio/{level}", _mean(row.violations / row.expected_violations for row in of_level), n
+
+
+def _classical_rows(config: Config) -> list[ResultRow]:
+    """The baselines that have no seed: one row each, fitted to the same training days."""
+    rows = []
+    began = time.perf_counter()
+    for name, results in classical_forecasts(config.data.load("train"), config.data.load("test")).items():
+        numbers = list(_backtest_numbers(results))
+        seconds = round(time.perf_counter() - began, 1)
+        rows += [ResultRow(METHOD, name, _setting(config), "none", 0, m, v, n, seconds) for m, v, n in numbers]
+    return rows
+
+
+# ---- the mixture ----------------------------------------------------------------------------------------------------
+
+
+def _mixture_metrics(pipe: HeavyTailedFlowPipeline, config: Config, seed: int) -> Iterator[tuple[str, float, int]]:
+    data = config.data.load()
+    samples = sample_arm(pipe, config, seed)
+    radius, n = samples.norm(dim=1), len(samples)
+    for level in TRUTH_LEVELS:
+        yield f"quantile_ratio/{level}", float(_quantile(radius, level)) / float(data.radius_quantile(level)), n
+    modes = mode_coverage(samples, data.centres, data.weights, radius=5.0 * data.noise_scale)
+    yield "mode_total_variation", modes.total_variation, n
+    yield "in_mode_mass", modes.in_mode_mass, n
+    yield "captured_modes", float(modes.captured), n
+    reference, _ = data.draw(n, start=len(data))
+    yield "hill_ratio", hill(radius, fraction=0.005).tail_index / hill(reference.norm(dim=1), fraction=0.005).tail_index, n
+    if config.clock["law"] == "gaussian":
+        return
+    for tail_index in TAIL_INDICES:
+        knob = _quietly(pipe, config, seed, tail_index).norm(dim=1)
+        yield f"knob_hill/{tail_index}", hill(knob, fraction=0.005).tail_index, n
+        for level in (0.5, 0.9):
+            yield f"knob_shift_q{level}/{tail_index}", float(_quantile(knob, level) / _quantile(radius, level)) - 1.0, n
+
+
+def _quietly(pipe: HeavyTailedFlowPipeline, config: Config, seed: int, tail_index: float) -> Tensor:
+    """Samples with the tail knob; the independent arm's warning that it has none is expected here."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return sample_arm(pipe, config, seed, tail_index=tail_index)
+
+
+def _quantile(x: Tensor, level: float) -> Tensor:
+    """The order statistic with floor(n (1 − level)) values above it."""
+    return x.topk(int(len(x) * (1.0 - level)) + 1).values[-1]
+
+
+def _mean(values: Any) -> float:
+    collected = list(values)
+    return sum(collected) / len(collected)
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def _tables(config: Config, rows: Sequence[ResultRow]) -> list[str]:
+    arms = list(ARMS[config.data.name])
+    title = f"{config.data.name}: {_setting(config)}; mean ± 95 % interval over seeds. Toy scale."
+    if config.data.name == "mixture2d":
+        truth = [f"quantile_ratio/{level}" for level in TRUTH_LEVELS]
+        knob = [f"knob_hill/{a}" for a in TAIL_INDICES] + [f"knob_shift_q{q}/{a}" for q in (0.5, 0.9) for a in (1.2, 1.8)]
+        general = ["hill_ratio", "mode_total_variation", "in_mode_mass", "captured_modes"]
+        return [title, summary_table(rows, truth + general, arms), summary_table(rows, knob, arms[:3])]
+    arms += sorted({row.arm for row in rows} - set(arms))
+    tables = [title]
+    for level in (0.975, 0.99):
+        names = ("quantile_score", "fz0_score", "violation_ratio", "kupiec_rejections", "christoffersen_rejections")
+        tables.append(summary_table(rows, [f"{name}/{level}" for name in names], arms, digits=4))
+    tails = ["radius_hill_ratio", "radius_tail_ks", "radius_quantile_ratio/0.95", "radius_quantile_ratio/0.99"]
+    tables.append(summary_table(rows, tails, list(ARMS["returns"])))
+    return tables

@@ -1,0 +1,233 @@
+"""The pipeline a user holds: samples with their clocks, and the tail knob.
+
+Differs from the paper in: the conditional scale, the rank coupling and the spliced tail are this project's; see this
+folder's README.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.utils import BaseOutput
+from numpy.typing import NDArray
+from torch import Tensor
+
+from genkit.errors import ConfigError
+from genkit.pipeline import GenkitPipeline
+from genkit.pipelines.heavy_tailed_flow.clocks import Clock
+from genkit.pipelines.heavy_tailed_flow.denoiser import ClockDenoiser
+from genkit.samplers.noise import Keys, draw_keys
+from genkit.samplers.solvers import Solver
+from genkit.samplers.walk import rollout
+from genkit.schedulers.flow import FlowScheduler
+
+__all__ = ["HeavyTailedFlowOutput", "HeavyTailedFlowPipeline"]
+
+_CHUNK = 65536
+
+
+@dataclass
+class HeavyTailedFlowOutput(BaseOutput):
+    """What a call returns.
+
+    Args:
+        samples: (n, d) in data units.
+        clocks: the clock A of each sample, float64 (n,).
+        clipped_share: share of clock features that had to be clipped because the clock was far outside the training law.
+    """
+
+    samples: Tensor | NDArray[Any]
+    clocks: Tensor | NDArray[Any]
+    clipped_share: float
+
+
+class HeavyTailedFlowPipeline(GenkitPipeline):
+    """Samples heavy-tailed vectors by a flow from a Gaussian scale mixture, given a random clock.
+
+    Each sample draws a clock path T with terminal value A, starts at √A ε with ε ~ N(0, I), and follows the velocity that
+    the network predicts given the clock, from t = 1 to t = 0.
+
+    Args:
+        denoiser: the trained network with its clock law, data transform and conditional scale.
+        scheduler: the flow's chain.
+    """
+
+    model_cpu_offload_seq = "denoiser"
+    _callback_tensor_inputs = ["latents", "x0"]
+
+    def __init__(self, denoiser: ClockDenoiser, scheduler: FlowScheduler) -> None:
+        super().__init__()
+        self.register_modules(denoiser=denoiser, scheduler=scheduler)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        num_samples: int = 1,
+        num_inference_steps: int = 20,
+        *,
+        clock: Clock | Mapping[str, Any] | None = None,
+        tail_index: float | None = None,
+        splice_at: float = 0.95,
+        class_labels: Tensor | Sequence[int] | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
+        latents: Tensor | None = None,
+        times: Sequence[float] | Tensor | None = None,
+        solver: str | Solver = "heun",
+        eta: float | None = None,
+        output_type: str = "pt",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[..., Mapping[str, Any]] | None = None,
+        callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
+    ) -> HeavyTailedFlowOutput | tuple[Any, ...]:
+        """Draws samples.
+
+        Args:
+            num_samples: how many, n.
+            num_inference_steps: steps of the walk.
+            clock: another clock law than the one trained on (the bulk moves with it; prefer ``tail_index``).
+            tail_index: the wanted tail index: above its ``splice_at``-quantile the clock gets a Pareto tail of this index,
+                the bulk stays. Needs a network trained with rank coupling.
+            splice_at: the clock quantile from which ``tail_index`` acts.
+            class_labels: int (n,), for a class-conditional network.
+            generator: one generator, or a list with one per sample.
+            latents: unit noise ε (n, d) to start from, instead of the keyed one.
+            times: custom times of the walk, strictly decreasing, in [0, 1].
+            solver: see :func:`genkit.samplers.rollout`.
+            eta: stochasticity of the solver ``"ancestral"``.
+            output_type: ``"pt"`` or ``"np"``.
+            return_dict: False returns the tuple (samples, clocks, clipped_share).
+            callback_on_step_end: called as ``callback(pipe, step, timestep, tensors)``; may return changed ``latents``.
+            callback_on_step_end_tensor_inputs: which of ``latents``, ``x0`` it is given.
+
+        Raises:
+            ConfigError: an impossible argument; the message names it.
+        """
+        law = self._clock_law(clock, tail_index, splice_at)
+        self._check_inputs(num_samples, class_labels, latents, output_type, callback_on_step_end_tensor_inputs)
+        device = self._execution_device
+        keys = draw_keys(generator, num_samples, device)
+        callback = _adapted(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        chunks, clipped = [], 0.0
+        for start in range(0, max(num_samples, 1), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            path = law.path(keys[part].at(purpose="clock"), self.denoiser.features.grid).to(device)
+            cond = {"clock": path[:, -1], "features": self.denoiser.features(path)}
+            clipped += len(path) * self.denoiser.features.clipped_share(path)
+            if class_labels is not None:
+                cond["class_labels"] = torch.as_tensor(class_labels, device=device)[part]
+            x = self._walk(keys[part], cond, None if latents is None else latents[part].to(device), num_inference_steps,
+                           times, solver, eta, callback)
+            chunks.append((self.denoiser.transform.restore(x), cond["clock"]))
+        samples, clocks = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+        self._warn_outside_training_law(clocks, law)
+        if output_type == "np":
+            samples, clocks = samples.cpu().numpy(), clocks.cpu().numpy()
+        output = HeavyTailedFlowOutput(samples, clocks, clipped / max(num_samples, 1))
+        return output if return_dict else output.to_tuple()
+
+    def _walk(
+        self,
+        keys: Keys,
+        cond: Mapping[str, Tensor],
+        noise: Tensor | None,
+        num_inference_steps: int,
+        times: Sequence[float] | Tensor | None,
+        solver: str | Solver,
+        eta: float | None,
+        callback: Callable[..., Any] | None,
+    ) -> Tensor:
+        """The same walk that training regresses on, in standardised units."""
+        context = {"scale": cond["clock"].sqrt()}
+        shape = (len(keys), self.denoiser.config["channels"])
+        start = None if noise is None else context["scale"].unsqueeze(1).to(torch.float32) * noise
+        return rollout(
+            self.denoiser,
+            self.scheduler,
+            start,
+            num_inference_steps=None if times is not None else num_inference_steps,
+            shape=shape if start is None else None,
+            cond=cond,
+            context=context,
+            generator=keys,
+            times=times,
+            solver=solver,
+            eta=eta,
+            callback_on_step_end=callback,
+            progress=not self._progress_bar_disabled(),
+        ).sample
+
+    def _progress_bar_disabled(self) -> bool:
+        return bool(getattr(self, "_progress_bar_config", {}).get("disable", False))
+
+    def _clock_law(self, clock: Clock | Mapping[str, Any] | None, tail_index: float | None, splice_at: float) -> Clock:
+        """The law to sample clocks from."""
+        law = self.denoiser.clock if clock is None else clock if isinstance(clock, Clock) else Clock.from_dict(clock)
+        if tail_index is None:
+            return law
+        if self.denoiser.config["coupling"] != "rank":
+            warnings.warn(
+                "tail_index was given, but this network was trained with independent coupling: every clock leads to the "
+                "same data law, so the tail will not follow. Train with coupling: rank for a tail knob.",
+                stacklevel=3,
+            )
+        return law.splice(splice_at, tail_index=tail_index)
+
+    def _check_inputs(
+        self,
+        num_samples: int,
+        class_labels: Tensor | Sequence[int] | None,
+        latents: Tensor | None,
+        output_type: str,
+        callback_inputs: Sequence[str],
+    ) -> None:
+        channels, classes = self.denoiser.config["channels"], self.denoiser.config["num_classes"]
+        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 0:
+            raise ConfigError(f"num_samples={num_samples!r}; expected an integer, at least 0")
+        if output_type not in ("pt", "np"):
+            raise ConfigError(f"output_type={output_type!r}; expected 'pt' or 'np'")
+        if latents is not None and tuple(latents.shape) != (num_samples, channels):
+            raise ConfigError(f"latents has shape {tuple(latents.shape)}; expected ({num_samples}, {channels})")
+        unknown = [name for name in callback_inputs if name not in self._callback_tensor_inputs]
+        if unknown:
+            raise ConfigError(f"callback_on_step_end_tensor_inputs holds {unknown}; known: {self._callback_tensor_inputs}")
+        if classes == 0 and class_labels is not None:
+            raise ConfigError("class_labels was given, but this network was trained without labels; drop the argument")
+        if classes and class_labels is None:
+            raise ConfigError(f"this network is class-conditional; give class_labels, {num_samples} of 0 … {classes - 1}")
+        if class_labels is not None:
+            labels = torch.as_tensor(class_labels)
+            if labels.shape != (num_samples,) or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
+                raise ConfigError(
+                    f"class_labels has shape {tuple(labels.shape)}; expected ({num_samples},) with values 0 … {classes - 1}"
+                )
+
+    def _warn_outside_training_law(self, clocks: Tensor, law: Clock) -> None:
+        trained = self.denoiser.clock
+        if law == trained or not len(clocks):
+            return
+        low, high = (float(v) for v in trained.quantile(torch.tensor([1e-4, 1.0 - 1e-4], dtype=torch.float64)))
+        share = float(((clocks < low) | (clocks > high)).double().mean())
+        if share > 0.01:
+            warnings.warn(
+                f"{100 * share:.1f} % of the sampled clocks lie outside the central 99.98 % of the training law "
+                f"({low:.3g} to {high:.3g}): the network extrapolates there. Retrain on the heavier law, or splice the tail "
+                "with tail_index, which leaves the bulk alone.",
+                stacklevel=3,
+            )
+
+
+def _adapted(pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[str]) -> Callable[..., Any] | None:
+    """diffusers' callback in the walk's terms."""
+    if callback is None:
+        return None
+
+    def adapted(step: int, t: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        known = {"latents": tensors["sample"], "x0": tensors["x0"]}
+        changed = callback(pipe, step, t * pipe.scheduler.num_train_timesteps, {name: known[name] for name in inputs})
+        return {"sample": changed["latents"]} if changed and "latents" in changed else None
+
+    return adapted
