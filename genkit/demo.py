@@ -96,7 +96,8 @@ _PAGE = """<!doctype html>
 <title>genkit demo</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; }} td, th {{ padding: .3rem .8rem; text-align: left; border-bottom: 1px solid #ccc; }}
+table {{ border-collapse: collapse; }}
+td, th {{ padding: .3rem .8rem; text-align: left; border-bottom: 1px solid #ccc; }}
 td.number {{ text-align: right; font-variant-numeric: tabular-nums; }} img {{ max-width: 100%; }}
 .failed {{ color: #a00; }}
 </style></head><body>
@@ -122,7 +123,8 @@ def write_index(rows: Sequence[DemoRow | FailedDemo], out: Path) -> Path:
 def _html_row(row: DemoRow | FailedDemo) -> str:
     if isinstance(row, FailedDemo):
         name, message = html.escape(row.name), html.escape(row.message)
-        return f'<tr class="failed"><td>{name}</td><td colspan="3">failed</td><td>{row.seconds:.0f}</td><td>{message}</td></tr>'
+        rest = f'<td colspan="3">failed</td><td>{row.seconds:.0f}</td><td>{message}</td>'
+        return f'<tr class="failed"><td>{name}</td>{rest}</tr>'
     numbers = (f"{row.value:.4g}", f"{row.baseline:.4g}", f"{row.ratio:.3g}", f"{row.seconds:.0f}")
     cells = "".join(f'<td class="number">{number}</td>' for number in numbers)
     return f"<tr><td>{html.escape(row.name)}</td>{cells}<td>{html.escape(row.measured)}</td></tr>"

@@ -198,10 +198,14 @@ def _refuse_foreign_target(folder: Path) -> None:
 
 def _seal(stage: Path, meta: Mapping[str, Any]) -> None:
     files: dict[str, dict[str, Any]] = {}
-    for path in _files(stage):
+    written = _files(stage)
+    (stage / MANIFEST).touch()
+    mode = (stage / MANIFEST).stat().st_mode & 0o777  # safetensors writes for the owner alone, whatever the umask
+    for path in written:
         relative = path.relative_to(stage).as_posix()
         if path.is_symlink():
             raise CheckpointError(f"{relative}: is a symbolic link; write a plain file.")
+        path.chmod(mode)
         _fsync(path)
         files[relative] = {"size": path.stat().st_size, "sha256": file_sha256(path)}
     manifest = {"format": FORMAT, "files": files, "meta": dict(meta), "versions": installed_versions()}

@@ -93,6 +93,9 @@ def test_manifest_lists_every_file_and_the_next_write_replaces_all(tmp_path: Pat
     assert set(manifest["files"]) == {"sub/number.json", "x.safetensors"}
     assert manifest["meta"] == {"step": 7}
     assert manifest["versions"]["torch"]
+    assert len({p.stat().st_mode for p in folder.rglob("*") if p.is_file()}) == 1, (
+        "others may read what the umask allows"
+    )
     write_folder(folder, lambda tmp: save_json(tmp / "other.json", 2), meta={})
     assert sorted(os.listdir(folder)) == ["manifest.json", "other.json"]
     assert os.listdir(folder.parent) == ["f"]

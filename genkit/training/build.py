@@ -31,7 +31,8 @@ def build_networks(
         ConfigError: names that cannot be files or that the configuration has wrong, nothing to train, or more than one
             network under FSDP.
     """
-    accelerator.free_memory()
+    if previous:
+        accelerator.free_memory()  # accelerate keeps what it prepared
     objective.bind({})
     modules = dict(objective.networks())
     _check_names(config, modules)
@@ -107,13 +108,12 @@ def _check_names(config: TrainerConfig, modules: Mapping[str, nn.Module]) -> Non
             )
 
 
-def release_networks(accelerator: Accelerator, objective: Objective, networks: Mapping[str, TrainedNetwork]) -> None:
+def release_networks(objective: Objective, networks: Mapping[str, TrainedNetwork]) -> None:
     """Gives the caller's modules back as they were: plain forward, gradients wanted again, nothing bound."""
     set_turn(networks, None)
     objective.bind({})
     for module in (*(n.module for n in networks.values()), *objective.frozen().values()):
         _restore_forward(module)
-    accelerator.free_memory()
 
 
 def _restore_forward(module: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from genkit.errors import CheckpointError, ConfigError, GenkitError
-from genkit.serialization import installed_versions, save_json
+from genkit.serialization import save_json
 from genkit.training import checkpoint as folders
 from genkit.training.accelerator import decide_on_main, make_accelerator, on_every_process
 from genkit.training.batches import BatchReader, TrainingData
@@ -138,7 +138,7 @@ class Trainer:
             bar.close()
             for tracker in trackers:
                 tracker.close()
-            release_networks(self.accelerator, self.objective, self.networks)
+            release_networks(self.objective, self.networks)
 
     def _report(self, entry: StepLog, trackers: list[Tracker]) -> None:
         if entry.step % self.config.logging_steps and not entry.skipped and entry.step != self.last_step:
@@ -258,7 +258,6 @@ class Trainer:
             "config_hash": self.config.config_hash(),
             "frozen_hashes": {name: network.frozen_hash() for name, network in self.networks.items()},
             "scaler": None if scaler is None else scaler.state_dict(),
-            "versions": installed_versions(),
         }
 
     def _save(self) -> None:

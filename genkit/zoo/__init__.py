@@ -1,7 +1,7 @@
-"""The zoo: small trained pipelines that ship with genkit, listed in ``manifest.json``, loaded by ``genkit.load("zoo:…")``.
+"""The zoo: small trained pipelines that ship with genkit; ``genkit.load("zoo:<name>")`` loads one.
 
-The manifest is ``{"format": 1, "entries": [{...}, ...]}`` with the fields of `ZooEntry`. A folder's hash covers its own
-``manifest.json``, which in turn covers every file, so a changed byte anywhere is found before anything is loaded.
+``manifest.json`` is ``{"format": 1, "entries": [{...}, ...]}`` with the fields of `ZooEntry`. A folder's hash covers
+its own ``manifest.json``, which in turn covers every file: a changed byte anywhere is found before anything is loaded.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class ZooEntry:
     sha256: str
 
 
-def list_zoo(root: Path = ROOT) -> list[ZooEntry]:
+def list_zoo(root: Path | None = None) -> list[ZooEntry]:
     """The entries, in the manifest's order; none when there is no manifest."""
-    path = root / MANIFEST
+    path = (root or ROOT) / MANIFEST
     if not path.exists():
         return []
     value = load_json(path)
@@ -68,13 +68,14 @@ def _entry(item: Any, path: Path) -> ZooEntry:
     return ZooEntry(**item)
 
 
-def zoo_path(name: str, root: Path = ROOT) -> Path:
+def zoo_path(name: str, root: Path | None = None) -> Path:
     """The verified folder of a zoo entry.
 
     Raises:
         ConfigError: unknown name; the message gives the nearest.
         CheckpointError: the folder is not the one that the manifest describes.
     """
+    root = root or ROOT
     entries = {entry.name: entry for entry in list_zoo(root)}
     if name not in entries:
         known = ", ".join(entries) or "none in this installation"
@@ -89,12 +90,13 @@ def zoo_path(name: str, root: Path = ROOT) -> Path:
     return folder
 
 
-def add_to_zoo(facts: Mapping[str, str], root: Path = ROOT) -> ZooEntry:
+def add_to_zoo(facts: Mapping[str, str], root: Path | None = None) -> ZooEntry:
     """Enter (or replace) a saved folder in the manifest: measures its size and hash. Used by maintainers.
 
     Args:
         facts: the text fields of `ZooEntry` (all but ``size`` and ``sha256``).
     """
+    root = root or ROOT
     folder = root / facts["folder"]
     verify_folder(folder)
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

@@ -150,7 +150,9 @@ def test_alpha_one_is_levy_and_equals_one_degree_of_freedom(keys: Keys) -> None:
     np.testing.assert_allclose(stable.cdf(a), levy, rtol=1e-10)
     np.testing.assert_allclose(student.cdf(a), levy, rtol=1e-10)
     np.testing.assert_allclose(stable.sf(a), special.erf(1 / np.sqrt(2 * a.numpy())), rtol=1e-12)
-    np.testing.assert_allclose(stable.quantile(torch.tensor(LEVELS)), student.quantile(torch.tensor(LEVELS)), rtol=1e-10)
+    np.testing.assert_allclose(
+        stable.quantile(torch.tensor(LEVELS)), student.quantile(torch.tensor(LEVELS)), rtol=1e-10
+    )
     half = N // 2
     two_sample = stats.ks_2samp(stable.terminal(keys[:half]).numpy(), student.terminal(keys[half:]).numpy()).statistic
     assert two_sample < KS_5_PERCENT * math.sqrt(2 / half)
@@ -212,11 +214,12 @@ def test_distribution_functions_are_consistent(clock: Clock) -> None:
 )
 def test_laplace_transforms(clock: Clock, values: dict[float, float]) -> None:
     l = torch.tensor(list(values), dtype=torch.float64)
-    np.testing.assert_allclose(torch.exp(clock.log_laplace(l)), list(values.values()), rtol=2e-6)
+    np.testing.assert_allclose(torch.exp(clock.log_laplace(l)), list(values.values()), rtol=0, atol=5.1e-7)
 
 
 @pytest.mark.parametrize(
-    "clock", [StudentTClock(60.0), StudentTClock(3.0).splice(0.9, tail_index=2.0), StableClock(1.5).splice(tail_index=1.2)]
+    "clock",
+    [StudentTClock(60.0), StudentTClock(3.0).splice(0.9, tail_index=2.0), StableClock(1.5).splice(tail_index=1.2)],
 )
 def test_laplace_transform_equals_quadrature_over_the_quantile(clock: Clock) -> None:
     logit = np.arange(-40.0, 40.0, 0.01)
@@ -267,7 +270,9 @@ def test_gamma_bridge_has_the_dirichlet_moments_and_ends_at_the_terminal_value(k
     share = path[:, 4] / terminal  # Beta(κ/4, 3κ/4)
     assert float(share.mean()) == pytest.approx(0.25, abs=4 * math.sqrt(0.1875 / (1 + bridge) / 20_000))
     assert float(share.var()) == pytest.approx(0.1875 / (1 + bridge), rel=0.05)
-    assert stats.kstest(share.numpy(), stats.beta(bridge / 4, 3 * bridge / 4).cdf).statistic < 1.358 / math.sqrt(20_000)
+    x = np.linspace(0.001, 0.999, 999)  # nearer to 1 than float64 resolves lies an atom when κ is small
+    distance = np.abs((share.numpy()[:, None] <= x).mean(0) - stats.beta(bridge / 4, 3 * bridge / 4).cdf(x)).max()
+    assert distance < KS_5_PERCENT / math.sqrt(20_000)
 
 
 def test_gaussian_path_is_time_itself(keys: Keys) -> None:
