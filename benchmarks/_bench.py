@@ -32,9 +32,7 @@ def one_thread() -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
-def interleaved(
-    functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2
-) -> dict[str, list[float]]:
+def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
     """Seconds of every function in every repeat; within a repeat they run one after the other, the order turning."""
     names = list(functions)
     for name in names:
@@ -68,4 +66,5 @@ def bench_line(name: str, measured: Ratio, goal: str | None = "<=1.05") -> str:
 
 def info_line(name: str, measured: Ratio, note: str) -> str:
     """A ratio outside the conditions that the goals are for."""
-    return f"INFO name={name} ratio={measured.median:.4f} low={measured.low:.4f} high={measured.high:.4f} n={measured.n} {note}"
+    spread = f"low={measured.low:.4f} high={measured.high:.4f} n={measured.n}"
+    return f"INFO name={name} ratio={measured.median:.4f} {spread} {note}"

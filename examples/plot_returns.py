@@ -12,7 +12,8 @@ Run it as ``python examples/plot_returns.py --out out/returns``.
 # %%
 # Data: joint daily returns in units of their volatility
 # ------------------------------------------------------
-# ``MarketReturns`` reads the table that ships with genkit. Volatility is the exponentially weighted one (λ = 0.94) of the
+# ``MarketReturns`` reads the table that ships with genkit. Volatility is the exponentially weighted one (λ = 0.94)
+# of the
 # days before, so no forecast sees its own day.
 import argparse
 from pathlib import Path
@@ -44,14 +45,14 @@ seed = 0
 def sample(name: str, **options):
     pipe = genkit.load(f"zoo:{name}")
     pipe.set_progress_bar_config(disable=True)
-    return pipe(100_000, 20, generator=torch.Generator().manual_seed(seed), **options)
+    return pipe(50_000, 10, generator=torch.Generator().manual_seed(seed), **options)
 
 
 flow, gaussian = sample("returns-flow"), sample("returns-gaussian")
 print("largest clock drawn:", float(flow.clocks.max()))
 
 
-def show(figure, name: str, note: str = "n = 100000 samples") -> None:
+def show(figure, name: str, note: str = "n = 50000 samples") -> None:
     if out is not None:
         print(save_figure(figure, out / name, seed=seed, note=note))
 
@@ -72,7 +73,8 @@ show(tails, "tails.png")
 # Value at risk and expected shortfall
 # ------------------------------------
 # Each day's forecast is the flow's law of z times that day's volatility. Kupiec's test asks whether the number of
-# exceedances is right, Christoffersen's whether they cluster; quantile and FZ0 scores rank forecasters (lower is better).
+# exceedances is right, Christoffersen's whether they cluster; quantile and FZ0 scores rank forecasters (lower is
+# better).
 rows = {"heavy_tailed_flow": backtest(flow.samples, held_out), "gaussian_flow": backtest(gaussian.samples, held_out)}
 rows |= classical_forecasts(train, held_out)
 print(format_rows({name: [row for row in values if row.portfolio == "equal_weights"] for name, values in rows.items()}))
@@ -84,7 +86,8 @@ show(risk, "value_at_risk.png")
 # %%
 # The tail knob
 # -------------
-# ``tail_index`` replaces the clock's law above its 95 % quantile by a Pareto tail. The same seeds give the same bulk; only
+# ``tail_index`` replaces the clock's law above its 95 % quantile by a Pareto tail. The same seeds give the same
+# bulk; only
 # the largest moves change.
 radius = RobustWhitening.fit(held_out.sample.double()).radius
 radii, indices = {"as trained": radius(flow.samples.double())}, {}

@@ -1,8 +1,8 @@
 """Training from a configuration file.
 
-    python -m genkit.train CONFIG [key=value ...]
-    accelerate launch --config_file configs/accelerate/cpu2.yaml -m genkit.train CONFIG [key=value ...]
-    genkit train CONFIG [key=value ...]
+python -m genkit.train CONFIG [key=value ...]
+accelerate launch --config_file configs/accelerate/cpu2.yaml -m genkit.train CONFIG [key=value ...]
+genkit train CONFIG [key=value ...]
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def train(config_path: str, overrides: Sequence[str] = ()) -> None:
     trainer = Trainer(recipe.objective, config, recipe.data, recipe.save_pipeline)
     for _ in trainer.train():
         pass
-    if not trainer.stopped:
+    if trainer.step >= trainer.last_step:
         logging.getLogger("genkit.training").info("done: %d steps, results in %s", trainer.step, config.output_dir)
 
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _show_messages()
     try:
         train(options.config, options.overrides)
-    except GenkitError as error:
+    except (GenkitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -16,7 +16,7 @@ from genkit import _components, serialization
 from genkit.errors import CheckpointError, ConfigError
 from genkit.pipeline import GenkitPipeline
 from genkit.serialization import file_sha256, load_json, load_tensors, save_json, save_tensors, verify_folder
-from tests.pipelines.common import PipelineTesterMixin
+from pipeline_tester import PipelineTesterMixin
 from tests.toy_pipeline import ToyPipeline, tiny_unet, toy_pipeline
 
 

@@ -54,7 +54,9 @@ def read_rows(path: str | Path) -> list[ResultRow]:
         try:
             rows.append(ResultRow(**json.loads(line)))
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: not a row of results ({error}); delete or mend the line") from error
+            raise ConfigError(
+                f"{path}, line {number}: not a row of results ({error}); delete or mend the line"
+            ) from error
     return rows
 
 

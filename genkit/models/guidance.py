@@ -36,7 +36,9 @@ class ClassifierFreeGuidance:
         cond = dict(cond or {})
         missing = sorted(set(self.null) - set(cond))
         if missing:
-            raise ConfigError(f"the negative condition replaces {missing}, which the condition {sorted(cond)} does not have")
+            raise ConfigError(
+                f"the negative condition replaces {missing}, which the condition {sorted(cond)} does not have"
+            )
         without = {**cond, **{name: value.expand_as(cond[name]) for name, value in self.null.items()}}
         both = {name: torch.cat((without[name], value)) for name, value in cond.items()}
         unconditional, conditional = self.denoiser(torch.cat((x, x)), torch.cat((t, t)), both).chunk(2)

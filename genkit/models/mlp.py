@@ -32,7 +32,9 @@ class FourierTimeEmbedding(nn.Module):
 
 
 class _Block(nn.Module):
-    """h + gate · W₂ silu(W₁ (scale · norm(h) + shift)), with scale, shift and gate read off the condition (adaLN-zero)."""
+    """h + gate · W₂ silu(W₁ (scale · norm(h) + shift)), with scale, shift and gate read off the condition
+    (adaLN-zero).
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,10 +65,14 @@ class ConditionalMLP(nn.Module):
         num_classes: number of class labels (0 for none); label ``num_classes`` is the null label of guidance.
     """
 
-    def __init__(self, channels: int, cond_channels: int = 0, width: int = 128, depth: int = 3, num_classes: int = 0) -> None:
+    def __init__(
+        self, channels: int, cond_channels: int = 0, width: int = 128, depth: int = 3, num_classes: int = 0
+    ) -> None:
         super().__init__()
         self.time = FourierTimeEmbedding(32)
-        self.condition = nn.Sequential(nn.Linear(32 + cond_channels, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.condition = nn.Sequential(
+            nn.Linear(32 + cond_channels, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU()
+        )
         self.classes = nn.Embedding(num_classes + 1, 32 + cond_channels) if num_classes else None
         self.input = nn.Linear(channels, width)
         self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
@@ -75,7 +81,9 @@ class ConditionalMLP(nn.Module):
         nn.init.zeros_(self.output.weight)
         nn.init.zeros_(self.output.bias)
 
-    def forward(self, x: Tensor, t: Tensor, condition: Tensor | None = None, class_labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, condition: Tensor | None = None, class_labels: Tensor | None = None
+    ) -> Tensor:
         """x (B, channels), t (B,), condition (B, cond_channels), class_labels int64 (B,) → (B, channels)."""
         told = self.time(t)
         if condition is not None:

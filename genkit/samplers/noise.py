@@ -26,6 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from genkit.errors import ConfigError
+
 __all__ = ["Keys", "draw_keys", "philox4x32", "purpose_code", "training_keys"]
 
 _MASK = 0xFFFFFFFF
@@ -159,12 +161,12 @@ def draw_keys(
         device: where the keys, and therefore the noise, are wanted.
 
     Raises:
-        ValueError: a list of generators whose length is not ``batch_size``.
+        ConfigError: a list of generators whose length is not ``batch_size``.
     """
     top = torch.iinfo(torch.int64).max
     if isinstance(generator, Sequence):
         if len(generator) != batch_size:
-            raise ValueError(
+            raise ConfigError(
                 f"generator is a list of {len(generator)} generators, but there are {batch_size} samples; pass one "
                 f"generator per sample, or a single generator"
             )

@@ -12,7 +12,7 @@ name           order  step
 ``midpoint``   2      x + (s − t) v_m at the middle time m
 ``dpmpp_2s``   2      (σ_s/σ_t) x − α_s(e^{−h} − 1) [(1 − 1/2r) x̂_0(t) + (1/2r) x̂_0(m)],  r = (λ_m − λ_t)/h
 ``dpmpp_2m``   2      (σ_s/σ_t) x − α_s(e^{−h} − 1) [x̂_0(t) + (h/2h') (x̂_0(t) − x̂_0(t'))], h' the last step's h
-``unipc``      2      the same predictor; x_t is first corrected with the evaluation at x_t itself (B(h) = e^h − 1)
+``unipc``      3      the same predictor; x_t is first corrected with the evaluation at x_t itself (B(h) = e^h − 1)
 =============  =====  ===========================================================================================
 
 References: Karras et al., arXiv 2206.00364 (Heun); Lu et al., "DPM-Solver++", arXiv 2211.01095, algorithms 1 and 2;
@@ -109,17 +109,23 @@ class _Chain:
     def velocity(self, output: Tensor, t: Tensor, x: Tensor) -> Tensor:
         return self.scheduler.velocity(output, t, x, self.context)
 
-    def half_log_snr(self, t: Tensor) -> Tensor:
-        """λ = log(α/σ) at scale 1 (a clock's scale only shifts λ, and the formulas use differences)."""
+    def level(self, t: Tensor) -> _Level:
+        """The noise level at scale 1: a clock's scale only shifts λ, and the formulas use differences and ratios."""
         alpha, sigma = self.scheduler.alpha_sigma(t)
-        return torch.log(alpha) - torch.log(sigma)
+        return _Level(alpha, sigma, torch.log(alpha) - torch.log(sigma))
 
-    def exponential(self, t: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+
+class _Level(NamedTuple):
+    """α, σ and λ = log(α/σ) at one time."""
+
+    alpha: Tensor
+    sigma: Tensor
+    half_log_snr: Tensor
+
+    def exponential_to(self, s: _Level) -> tuple[Tensor, Tensor]:
         """k, c of x_s = k x_t + c x̂_0 with k = σ_s/σ_t, c = α_s − k α_t: exact for a constant clean prediction."""
-        alpha_t, sigma_t = self.scheduler.alpha_sigma(t)
-        alpha_s, sigma_s = self.scheduler.alpha_sigma(s)
-        kept = sigma_s / sigma_t
-        return kept, alpha_s - alpha_t * kept
+        kept = s.sigma / self.sigma
+        return kept, s.alpha - self.alpha * kept
 
 
 class ChainSolver:
@@ -223,12 +229,13 @@ class DPMSolverPP2S(ChainSolver):
     ) -> tuple[Tensor, SolverState]:
         output = chain.evaluate(x, t)
         clean_t, middle = chain.clean(output, t, x), _middle(t, s)
-        kept, gain = chain.exponential(t, middle)
+        at_t, at_m, at_s = (chain.level(time) for time in (t, middle, s))
+        kept, gain = at_t.exponential_to(at_m)
         x_m = linear_combination((kept, x), (gain, clean_t))
         clean_m = chain.clean(chain.evaluate(x_m, middle), middle, x_m)
-        lambda_t, lambda_m, lambda_s = (chain.half_log_snr(time) for time in (t, middle, s))
+        lambda_t, lambda_m, lambda_s = (level.half_log_snr for level in (at_t, at_m, at_s))
         ratio = torch.where(torch.isfinite(lambda_t), (lambda_s - lambda_t) / (lambda_m - lambda_t), 1.0)
-        kept, gain = chain.exponential(t, s)
+        kept, gain = at_t.exponential_to(at_s)
         x_s = linear_combination((kept, x), (gain * (1.0 - 0.5 * ratio), clean_t), (gain * 0.5 * ratio, clean_m))
         return x_s, SolverState((output, t, x))
 
@@ -245,8 +252,9 @@ class DPMSolverPP2M(ChainSolver):
     ) -> tuple[Tensor, SolverState]:
         output = chain.evaluate(x, t)
         clean, (last_clean, last_t) = chain.clean(output, t, x), history
-        weight = _extrapolation(*(chain.half_log_snr(time) for time in (distinct(last_t), t, s)))
-        kept, gain = chain.exponential(t, s)
+        at_last, at_t, at_s = (chain.level(time) for time in (distinct(last_t), t, s))
+        weight = _extrapolation(at_last, at_t, at_s)
+        kept, gain = at_t.exponential_to(at_s)
         x_s = linear_combination((kept, x), (gain * (1.0 + weight), clean), (-gain * weight, last_clean))
         return x_s, SolverState((output, t, x), None, (clean, t.expand(chain.batch)))
 
@@ -268,18 +276,18 @@ class UniPCSolver(ChainSolver):
     ) -> tuple[Tensor, SolverState]:
         output = chain.evaluate(x, t)
         clean, (clean_1, clean_2, t_1, t_2) = chain.clean(output, t, x), history
-        lambda_2, lambda_1, lambda_t, lambda_s = (chain.half_log_snr(distinct(time)) for time in (t_2, t_1, t, s))
-        rho_1, rho_2 = _corrector_weights(lambda_2, lambda_1, lambda_t)
-        rho_1 = rho_1 + _extrapolation(lambda_2, lambda_1, lambda_t)
-        gain = chain.exponential(distinct(t_1), t)[1]
-        gain = torch.where(torch.isnan(gain), torch.zeros_like(gain), gain)
+        at_2, at_1, at_t, at_s = (chain.level(distinct(time)) for time in (t_2, t_1, t, s))
+        rho_1, rho_2 = _corrector_weights(at_2, at_1, at_t)
+        rho_1 = rho_1 + _extrapolation(at_2, at_1, at_t)
+        gain = at_1.exponential_to(at_t)[1]
+        gain = torch.where(torch.isnan(gain), 0.0, gain)
         one = torch.ones_like(gain)
-        x = linear_combination(
+        corrected = linear_combination(
             (one, x), (gain * rho_2, clean), (-gain * (rho_1 + rho_2), clean_1), (gain * rho_1, clean_2)
         )
-        weight = _extrapolation(lambda_1, lambda_t, lambda_s)
-        kept, gain = chain.exponential(t, s)
-        x_s = linear_combination((kept, x), (gain * (1.0 + weight), clean), (-gain * weight, clean_1))
+        weight = _extrapolation(at_1, at_t, at_s)
+        kept, gain = at_t.exponential_to(at_s)
+        x_s = linear_combination((kept, corrected), (gain * (1.0 + weight), clean), (-gain * weight, clean_1))
         return x_s, SolverState((output, t, x), None, (clean, clean_1, t.expand(chain.batch), t_1))
 
 
@@ -293,28 +301,27 @@ def _no_time(x: Tensor) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=x.device).expand(x.shape[0])
 
 
-def _extrapolation(last_lambda: Tensor, lambda_t: Tensor, lambda_s: Tensor) -> Tensor:
+def _extrapolation(last: _Level, at_t: _Level, at_s: _Level) -> Tensor:
     """h/2h' of x̂_0 + (h/2h')(x̂_0 − x̂_0'), and 0 where there is no finite h or h'."""
-    weight = 0.5 * (lambda_s - lambda_t) / (lambda_t - last_lambda)
-    usable = torch.isfinite(last_lambda) & torch.isfinite(lambda_t) & torch.isfinite(lambda_s)
-    return torch.where(usable, weight, torch.zeros_like(weight))
+    h, last_h = at_s.half_log_snr - at_t.half_log_snr, at_t.half_log_snr - last.half_log_snr
+    return torch.where(torch.isfinite(h) & torch.isfinite(last_h), 0.5 * h / last_h, 0.0)
 
 
-def _corrector_weights(lambda_2: Tensor, lambda_1: Tensor, lambda_t: Tensor) -> tuple[Tensor, Tensor]:
+def _corrector_weights(at_2: _Level, at_1: _Level, at_t: _Level) -> tuple[Tensor, Tensor]:
     """UniC: ρ_1, ρ_2 of the clean prediction to use from t' to t once x̂_0(t) is known.
 
     x̂_0' + ρ_1 (x̂_0'' − x̂_0') + ρ_2 (x̂_0 − x̂_0'); with r = (λ'' − λ')/h < 0 they solve r ρ_1 + ρ_2 = b_1,
     r² ρ_1 + ρ_2 = b_2 (eq. 8 with B(h) = e^h − 1 for data prediction); ρ_1 = 0, ρ_2 = ½ with one past value.
     """
-    h = lambda_t - lambda_1
+    h = at_t.half_log_snr - at_1.half_log_snr
     scale = -torch.expm1(-h)
     phi = scale / h
     b_1 = (1.0 - phi) / scale
     b_2 = 2.0 * ((1.0 - phi) / h - 0.5) / -scale
-    r = (lambda_2 - lambda_1) / h
+    r = (at_2.half_log_snr - at_1.half_log_snr) / h
     usable = torch.isfinite(h) & torch.isfinite(r)
-    rho_1 = torch.where(usable, (b_1 - b_2) / (1.0 - r) / r, torch.zeros_like(h))
-    rho_2 = torch.where(usable, (b_2 - r * b_1) / (1.0 - r), torch.full_like(h, 0.5))
+    rho_1 = torch.where(usable, (b_1 - b_2) / (1.0 - r) / r, 0.0)
+    rho_2 = torch.where(usable, (b_2 - r * b_1) / (1.0 - r), 0.5)
     return rho_1, rho_2
 
 
@@ -336,9 +343,13 @@ def make_solver(solver: str | Solver, eta: float | None = None) -> Solver:
         ConfigError: an unknown name, or ``eta`` > 0 with a solver other than ``ancestral``.
     """
     if isinstance(solver, str) and solver not in SOLVERS:
-        raise ConfigError(f"solver={solver!r} is unknown; expected one of {', '.join(SOLVERS)}." + nearest(solver, SOLVERS))
+        raise ConfigError(
+            f"solver={solver!r} is unknown; expected one of {', '.join(SOLVERS)}." + nearest(solver, SOLVERS)
+        )
     if solver == "ancestral":
         return AncestralSolver(eta)
     if eta is not None and eta > 0:
-        raise ConfigError(f"eta={eta} acts only in the solver 'ancestral', not in {solver!r}; drop it or change the solver")
+        raise ConfigError(
+            f"eta={eta} acts only in the solver 'ancestral', not in {solver!r}; drop it or change the solver"
+        )
     return SOLVERS[solver]() if isinstance(solver, str) else solver

@@ -13,7 +13,16 @@ from torch.utils.checkpoint import checkpoint as checkpoint_call
 
 from genkit.errors import ConfigError
 from genkit.samplers.noise import Keys, draw_keys
-from genkit.samplers.solvers import AncestralSolver, Cond, Denoiser, EulerSolver, Solver, SolverState, make_solver
+from genkit.samplers.solvers import (
+    AncestralSolver,
+    ChainSolver,
+    Cond,
+    Denoiser,
+    EulerSolver,
+    Solver,
+    SolverState,
+    make_solver,
+)
 
 __all__ = ["RolloutOutput", "rollout"]
 
@@ -45,7 +54,7 @@ def rollout(
     x: Any = None,
     *,
     num_inference_steps: int | None = None,
-    shape: Sequence[int] | None = None,
+    shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
     cond: Cond = None,
     context: Context | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | Keys | None = None,
@@ -73,7 +82,7 @@ def rollout(
         x: the state to start from, (B, \\*), or None to draw ``scheduler.prior``. Half precision is kept for what the
             network sees and for the result; the state itself is at least float32.
         num_inference_steps: number of steps n (or give ``times``).
-        shape: shape of the state (B, \\*) when ``x`` is None.
+        shape: shape of the state (B, \\*) when ``x`` is None; one a field where the state has parts.
         cond: what the denoiser is told, tensors with batch size B.
         context: what the kernel needs per sample, tensors with batch size B (``"scale"``).
         generator: one generator, one per sample, or :class:`~genkit.samplers.Keys` (in training); None is torch's
@@ -100,6 +109,7 @@ def rollout(
     """
     solver = make_solver(solver, eta)
     _check_prediction_type(denoiser, scheduler)
+    _check_solver(solver, scheduler, own_times=times is not None or stop_at is not None)
     if return_log_probs and not isinstance(solver, (EulerSolver, AncestralSolver)):
         raise ConfigError(
             f"return_log_probs needs a one-evaluation step of the kernel (solver 'euler' or 'ancestral'); "
@@ -107,9 +117,9 @@ def rollout(
         )
     grid = _walk_times(scheduler, num_inference_steps, times, stop_at)
     window = _window(grad_steps, len(grid) - 1)
-    x, keys = _start(scheduler, x, shape, generator, context)
+    x, keys = _start(scheduler, x, shape, generator, context, cond)
     walk = _Walk(denoiser, scheduler, solver, cond, context, keys, grid, window, input_grad, checkpoint, compile)
-    first = min(window, default=len(grid) - 1)
+    first, recording = min(window, default=len(grid) - 1), torch.is_grad_enabled() and bool(window)
 
     result_dtype = _dtype_of(x)
     walk.network_dtype = result_dtype if result_dtype in (torch.float16, torch.bfloat16) else None
@@ -117,7 +127,7 @@ def rollout(
     state = solver.init(x)
     trajectory, log_probs = [x] if return_trajectory else None, [] if return_log_probs else None
     for step in _progress(len(grid) - 1, progress):
-        with torch.set_grad_enabled(step >= first):
+        with torch.set_grad_enabled(recording and step >= first):
             x, state = walk.advance(step, x, state)
             if log_probs is not None:
                 log_probs.append(_log_prob(state.transition, x))
@@ -125,7 +135,7 @@ def rollout(
                 x = _call_back(callback_on_step_end, step, grid, x, walk.clean(state))
         if trajectory is not None:
             trajectory.append(x)
-    with torch.set_grad_enabled(bool(window)):
+    with torch.set_grad_enabled(recording):
         clean = walk.clean(state)
     return RolloutOutput(
         sample=_map(x, lambda v: v.to(result_dtype) if v.is_floating_point() and walk.network_dtype else v),
@@ -219,7 +229,18 @@ class _WindowedDenoiser:
             return self.denoiser(x, t, cond)
 
 
-def _advance(solver, denoiser, scheduler, x, t, s, state, cond, context, noise):  # type: ignore[no-untyped-def]
+def _advance(
+    solver: Solver,
+    denoiser: Denoiser,
+    scheduler: Any,
+    x: Any,
+    t: Tensor,
+    s: Tensor,
+    state: SolverState,
+    cond: Cond,
+    context: Context | None,
+    noise: Keys | None,
+) -> tuple[Any, SolverState]:
     """One step; a module-level function, so that compiled code is shared by all walks."""
     return solver.step(denoiser, scheduler, x, t, s, state, cond, context, noise)
 
@@ -238,9 +259,21 @@ def _check_prediction_type(denoiser: Denoiser, scheduler: Any) -> None:
         )
 
 
-def _walk_times(
-    scheduler: Any, n: int | None, times: Tensor | Sequence[float] | None, stop_at: int | None
-) -> Tensor:
+def _check_solver(solver: Solver, scheduler: Any, own_times: bool) -> None:
+    one_step = (EulerSolver, AncestralSolver)
+    if isinstance(solver, ChainSolver) and not isinstance(solver, one_step) and not hasattr(scheduler, "velocity"):
+        raise ConfigError(
+            f"{type(solver).__name__} needs a scheduler with known noise levels and one tensor as its state; with "
+            f"{type(scheduler).__name__} use the solver 'euler' or 'ancestral'"
+        )
+    if own_times and hasattr(scheduler, "model_input"):
+        raise ConfigError(
+            "a diffusers scheduler walks its own timesteps from first to last: give num_inference_steps, not times or "
+            "stop_at; or use FlowScheduler or VPScheduler"
+        )
+
+
+def _walk_times(scheduler: Any, n: int | None, times: Tensor | Sequence[float] | None, stop_at: int | None) -> Tensor:
     """The walk's times on the CPU, float64 with float32 values."""
     if times is None and n is None:
         raise ConfigError("the walk has no length: give num_inference_steps or times")
@@ -259,7 +292,8 @@ def _checked_times(times: Tensor | Sequence[float], n: int | None) -> Tensor:
     if n is not None and n != len(grid) - 1:
         raise ConfigError(f"times describes {len(grid) - 1} steps, but num_inference_steps={n}; give one of the two")
     if not (bool((grid[1:] < grid[:-1]).all()) and 0.0 <= float(grid[-1]) and float(grid[0]) <= 1.0):
-        raise ConfigError(f"times must decrease strictly and lie in [0, 1]; got {[round(float(v), 6) for v in grid[:8]]}…")
+        shown = [round(float(v), 6) for v in grid[:8]]
+        raise ConfigError(f"times must decrease strictly and lie in [0, 1]; got {shown}" + "…" * (len(grid) > 8))
     return grid
 
 
@@ -278,14 +312,17 @@ def _window(grad_steps: int | Sequence[int], n: int) -> frozenset[int]:
 def _start(
     scheduler: Any,
     x: Any,
-    shape: Sequence[int] | None,
+    shape: Sequence[int] | Mapping[str, Sequence[int]] | None,
     generator: torch.Generator | Sequence[torch.Generator] | Keys | None,
     context: Context | None,
+    cond: Cond,
 ) -> tuple[Any, Keys]:
     """The first state and the walk's keys."""
     if (x is None) == (shape is None):
-        raise ConfigError("give either x (a state to start from) or shape=(B, *) to draw one; got " + ("neither" if x is None else "both"))
-    batch = shape[0] if x is None else _batch_of(x)
+        got = "neither" if x is None else "both"
+        raise ConfigError(f"give either x (a state to start from) or shape=(B, *) to draw one; got {got}")
+    by_field = isinstance(shape, Mapping)
+    batch = _batch_of(x) if shape is None else next(iter(shape.values()))[0] if by_field else shape[0]
     device = _device_of(x) if x is not None else next(iter((context or {}).values()), torch.empty(0)).device
     if isinstance(generator, Keys):
         if len(generator) != batch:
@@ -293,13 +330,18 @@ def _start(
         keys = _keys_of_walk(generator)
     else:
         keys = draw_keys(generator, batch, device)
-    if context is not None:
-        for name, value in context.items():
-            if value.shape[:1] != (batch,):
-                raise ConfigError(f"context[{name!r}] has shape {tuple(value.shape)}; expected batch size {batch} first")
+    _check_batch("context", context, batch)
+    _check_batch("cond", cond, batch)
     if x is None:
-        x = scheduler.prior(keys.at(purpose="latents"), tuple(shape[1:]), context)
+        one = {name: tuple(part[1:]) for name, part in shape.items()} if by_field else tuple(shape[1:])
+        x = scheduler.prior(keys.at(purpose="latents"), one, context)
     return x, keys
+
+
+def _check_batch(kind: str, values: Mapping[str, Tensor] | None, batch: int) -> None:
+    for name, value in (values or {}).items():
+        if isinstance(value, Tensor) and value.shape[:1] != (batch,):
+            raise ConfigError(f"{kind}[{name!r}] has shape {tuple(value.shape)}; expected the batch size {batch} first")
 
 
 def _keys_of_walk(keys: Keys) -> Keys:

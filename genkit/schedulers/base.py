@@ -37,7 +37,9 @@ class ConfiguredScheduler(SchedulerMixin, ConfigMixin):
             ConfigError: an unknown key, with the nearest known one.
         """
         if not isinstance(config, Mapping):
-            raise ConfigError(f"from_config got a {type(config).__name__}; expected a mapping (for a folder: from_pretrained)")
+            raise ConfigError(
+                f"from_config got a {type(config).__name__}; expected a mapping (for a folder: from_pretrained)"
+            )
         foreign = isinstance(config, FrozenDict) or config.get("_class_name", cls.__name__) != cls.__name__
         known = cls._get_init_keys(cls) - {"self"}
         for key in sorted(set(kwargs) | (set() if foreign else set(config))):

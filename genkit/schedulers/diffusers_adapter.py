@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from genkit.schedulers.transition import Noise
 
 __all__ = ["DiffusersScheduler"]
 
-_PREDICTION_TYPES = {"epsilon": "epsilon", "sample": "sample", "v_prediction": "v_prediction", "flow_prediction": "flow"}
+_PREDICTION_TYPES = {"flow_prediction": "flow"}  # the others have the same name
 
 
 class DiffusersScheduler:
@@ -49,11 +50,13 @@ class DiffusersScheduler:
         return torch.cat((timesteps / self.num_train_timesteps, timesteps.new_zeros(1)))
 
     def prior(self, keys: Noise, shape: Sequence[int], context: Any = None, device: Any = None) -> Tensor:
-        """Noise of the scheduler's ``init_noise_sigma``, float32 (B, \\*shape)."""
-        return keys.normal(shape) * float(self.scheduler.init_noise_sigma)
+        """Noise of the scheduler's ``init_noise_sigma`` (1 where it has none), float32 (B, \\*shape)."""
+        return keys.normal(shape) * float(getattr(self.scheduler, "init_noise_sigma", 1.0))
 
     def model_input(self, x: Tensor, t: Tensor) -> Tensor:
-        """diffusers' ``scale_model_input`` at the walk's position."""
+        """diffusers' ``scale_model_input`` at the walk's position; flow-matching schedulers have none."""
+        if not hasattr(self.scheduler, "scale_model_input"):
+            return x
         return self.scheduler.scale_model_input(x, self.scheduler.timesteps[self._position])
 
     def to_x0(self, model_output: Tensor, t: Any, sample: Tensor, context: Any = None) -> Tensor:
@@ -61,20 +64,44 @@ class DiffusersScheduler:
         raise ConfigError("a diffusers scheduler has no pure to_x0; use FlowScheduler or VPScheduler for x0 on the way")
 
     def transition(
-        self, model_output: Tensor, t: Tensor, s: Tensor, sample: Tensor, context: Any = None, eta: Any = None
+        self,
+        model_output: Tensor,
+        t: Tensor,
+        s: Tensor,
+        sample: Tensor,
+        context: Any = None,
+        eta: float | None = None,
     ) -> _StatefulStep:
-        """The next ``step`` of the scheduler, to be taken exactly once."""
-        if t.ndim and bool((t != t[0]).any()):
-            raise ConfigError("a diffusers scheduler cannot hold samples at different times; use a genkit scheduler")
-        return _StatefulStep(self, model_output, sample)
+        """The next ``step`` of the scheduler, to be taken exactly once.
 
-    def advance(self, model_output: Tensor, sample: Tensor, generators: list[torch.Generator] | None) -> Tensor:
+        Raises:
+            ConfigError: samples at different times, or ``eta`` above 0 for a scheduler whose ``step`` has none.
+        """
+        if t.ndim and bool((t != t[:1]).any()):
+            raise ConfigError("a diffusers scheduler cannot hold samples at different times; use a genkit scheduler")
+        takes_eta = "eta" in self._step_options
+        if eta and not takes_eta:
+            raise ConfigError(f"eta={eta}, but the step of {type(self.scheduler).__name__} has no eta; drop it")
+        return _StatefulStep(self, model_output, sample, {"eta": eta} if eta is not None and takes_eta else {})
+
+    @property
+    def _step_options(self) -> Mapping[str, Any]:
+        return inspect.signature(self.scheduler.step).parameters
+
+    def advance(self, model_output: Tensor, sample: Tensor, generator: Any, options: Mapping[str, Any]) -> Tensor:
         """Calls the scheduler's ``step`` at the walk's position and moves on."""
         timestep = self.scheduler.timesteps[self._position]
         self._position += 1
-        stochastic = "generator" in self.scheduler.step.__code__.co_varnames
-        options = {"generator": generators} if stochastic and generators is not None else {}
-        return self.scheduler.step(model_output, timestep, sample, return_dict=False, **options)[0]
+        drawing = {"generator": generator} if "generator" in self._step_options else {}
+        return self.scheduler.step(model_output, timestep, sample, return_dict=False, **drawing, **options)[0]
+
+
+class _NoNoise:
+    """Stands for a generator where a step must be deterministic."""
+
+    @property
+    def device(self) -> torch.device:
+        raise ConfigError("this diffusers scheduler draws noise in its steps; use the solver 'ancestral'")
 
 
 @dataclass(frozen=True)
@@ -84,15 +111,16 @@ class _StatefulStep:
     owner: DiffusersScheduler
     model_output: Tensor
     x_t: Tensor
+    options: Mapping[str, Any]
 
     @property
     def mode(self) -> Tensor:
-        return self.owner.advance(self.model_output, self.x_t, None)
+        return self.owner.advance(self.model_output, self.x_t, _NoNoise(), self.options)
 
     def sample(self, keys: Any) -> Tensor:
-        seeds = keys.at(purpose="diffusers").words(2)
-        generators = [torch.Generator().manual_seed(int(high) << 31 | int(low) >> 1) for high, low in seeds]
-        return self.owner.advance(self.model_output, self.x_t, generators)
+        seeds = keys.at(purpose="diffusers").words(2).tolist()
+        generators = [torch.Generator().manual_seed(high << 31 | low >> 1) for high, low in seeds]
+        return self.owner.advance(self.model_output, self.x_t, generators, self.options)
 
     def log_prob(self, x_s: Tensor) -> Tensor:
         raise ConfigError("a diffusers scheduler's step has no density here; use FlowScheduler or VPScheduler")

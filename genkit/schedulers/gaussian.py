@@ -126,7 +126,7 @@ class GaussianScheduler(ConfiguredScheduler):
         return torch.linspace(1.0, 0.0, n + 1, dtype=torch.float64)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor | float, context: Context | None = None) -> Tensor:
-        """x_t = α_t x_0 + σ_t ε for unit noise ε, (B, \\*), computed in at least float32 and returned as ``x0.dtype``."""
+        """x_t = α_t x_0 + σ_t ε for unit noise ε, (B, \\*): computed in at least float32, returned as ``x0.dtype``."""
         clean = _at_least_float32(x0)
         alpha, sigma = self.alpha_sigma(t, context)
         return (expand_as(alpha, clean) * clean + expand_as(sigma, clean) * noise.to(clean.dtype)).to(x0.dtype)
@@ -153,9 +153,7 @@ class GaussianScheduler(ConfiguredScheduler):
         norm = alpha + sigma
         return 1.0 / norm, -sigma / norm, 1.0 / norm, alpha / norm
 
-    def to_x0(
-        self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None
-    ) -> Tensor:
+    def to_x0(self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None) -> Tensor:
         """The clean sample x̂_0 that ``model_output`` predicts at (``sample``, t), (B, \\*), in at least float32."""
         if self.prediction_type == "sample":
             return _at_least_float32(model_output)
@@ -222,16 +220,12 @@ class GaussianScheduler(ConfiguredScheduler):
         alpha_t, sigma_t = self.alpha_sigma(t, context)
         alpha_s, sigma_s = self.alpha_sigma(s, context)
         a, b, c, d = self._readout(t, alpha_t, sigma_t, context)
-        # 1 − e^{2(λ_t − λ_s)} = σ_{t|s}²/σ_t², with λ = log α/σ
-        kept = (alpha_t * sigma_s) * _safe_reciprocal(alpha_s * sigma_t)
-        gamma = eta * sigma_s * (1.0 - kept.square()).clamp(min=0.0).sqrt()
-        direction = (sigma_s.square() - gamma.square()).clamp(min=0.0).sqrt()
-        of_sample, of_output = alpha_s * a + direction * c, alpha_s * b + direction * d
-        stays = _match(_as_time(t) == _as_time(s), of_sample)
-        of_sample = torch.where(stays, torch.ones_like(of_sample), of_sample)
-        of_output = torch.where(stays, torch.zeros_like(of_output), of_output)
-        std = torch.where(stays, torch.zeros_like(gamma), gamma)
-        return GaussianTransition(linear_combination((of_sample, sample), (of_output, model_output)), std)
+        gamma, direction = _widths(alpha_t, sigma_t, alpha_s, sigma_s, eta)
+        stays = _match(_as_time(t) == _as_time(s), sigma_s)
+        of_sample = torch.where(stays, 1.0, alpha_s * a + direction * c)
+        of_output = torch.where(stays, 0.0, alpha_s * b + direction * d)
+        mean = linear_combination((of_sample, sample), (of_output, model_output))
+        return GaussianTransition(mean, torch.where(stays, 0.0, gamma) if eta > 0 else gamma)
 
     # ---- diffusers' loops ---------------------------------------------------------------------------------------
 
@@ -244,9 +238,20 @@ class GaussianScheduler(ConfiguredScheduler):
     @property
     def timesteps(self) -> Tensor:
         """``times[:-1] · num_train_timesteps`` of the last :meth:`set_timesteps`, float32 (n,)."""
+        return (self._prepared_times()[:-1] * self.num_train_timesteps).to(torch.float32).to(self._device)
+
+    @property
+    def sigmas(self) -> Tensor:
+        """σ at all times of the last :meth:`set_timesteps`, float32 (n + 1,), which some of diffusers' loops read."""
+        return self.alpha_sigma(self._prepared_times())[1].to(torch.float32).to(self._device)
+
+    def _prepared_times(self) -> Tensor:
         if self._times is None:
             raise ConfigError("timesteps are asked for before set_timesteps(num_inference_steps) was called")
-        return (self._times[:-1] * self.num_train_timesteps).to(torch.float32).to(self._device)
+        return self._times
+
+    def set_begin_index(self, begin_index: int = 0) -> None:
+        """Does nothing: steps are found by their timestep, not counted. Some of diffusers' pipelines call it."""
 
     def scale_model_input(self, sample: Tensor, timestep: Any = None) -> Tensor:
         """The sample itself: these chains need no input scaling."""
@@ -287,8 +292,7 @@ class GaussianScheduler(ConfiguredScheduler):
                 f"timestep {value:g} is not one of the {len(timesteps)} timesteps of set_timesteps "
                 f"(nearest: {float(timesteps[index]):g}); pass an element of scheduler.timesteps"
             )
-        assert self._times is not None
-        return float(self._times[index]), float(self._times[index + 1])
+        return float(self._prepared_times()[index]), float(self._prepared_times()[index + 1])
 
     def __len__(self) -> int:
         return self.num_train_timesteps
@@ -298,6 +302,16 @@ def _checked_eta(eta: float) -> float:
     if not isinstance(eta, (int, float)) or not 0.0 <= eta <= 1.0:
         raise ConfigError(f"eta={eta!r}; expected a number from 0 (deterministic) to 1 (ancestral)")
     return float(eta)
+
+
+def _widths(alpha_t: Tensor, sigma_t: Tensor, alpha_s: Tensor, sigma_s: Tensor, eta: float) -> tuple[Tensor, Tensor]:
+    """γ = η σ_s σ_{t|s}/σ_t and sqrt(σ_s² − γ²)."""
+    if eta == 0.0:
+        return torch.zeros_like(sigma_s), sigma_s
+    # σ_{t|s}²/σ_t² = 1 − e^{2(λ_t − λ_s)}, with λ = log α/σ
+    kept = (alpha_t * sigma_s) * _safe_reciprocal(alpha_s * sigma_t)
+    gamma = eta * sigma_s * (1.0 - kept.square()).clamp(min=0.0).sqrt()
+    return gamma, (sigma_s.square() - gamma.square()).clamp(min=0.0).sqrt()
 
 
 def _lacks_float64(device: torch.device | str | None) -> bool:
@@ -322,9 +336,8 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def _safe_reciprocal(x: Tensor) -> Tensor:
     """1/x, and 0 where x = 0, with finite gradients everywhere."""
     zero = x == 0
-    return torch.where(zero, torch.zeros_like(x), 1.0 / torch.where(zero, torch.ones_like(x), x))
+    return torch.where(zero, 0.0, 1.0 / torch.where(zero, 1.0, x))
 
 
 def _match(mask: Tensor, x: Tensor) -> Tensor:
     return mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)) if mask.ndim else mask
-

@@ -70,7 +70,9 @@ class ProductScheduler(ConfiguredScheduler):
     """
 
     @register_to_config
-    def __init__(self, schedulers: Mapping[str, Any] | Sequence[Mapping[str, Any]], masks: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, schedulers: Mapping[str, Any] | Sequence[Mapping[str, Any]], masks: Mapping[str, str] | None = None
+    ) -> None:
         if not schedulers:
             raise ConfigError("ProductScheduler needs at least one field: ProductScheduler({'coords': scheduler, …})")
         if not isinstance(schedulers, Mapping):
@@ -95,7 +97,9 @@ class ProductScheduler(ConfiguredScheduler):
             changed[name] = getattr(scheduler, method)(*arguments, t, context=context)
         return {**state, **changed}
 
-    def add_noise(self, x0: State, noise: State, t: Tensor | float, context: Context | None = None) -> dict[str, Tensor]:
+    def add_noise(
+        self, x0: State, noise: State, t: Tensor | float, context: Context | None = None
+    ) -> dict[str, Tensor]:
         """Each field's ``add_noise``; fields without a scheduler are passed through."""
         return self._each("add_noise", x0, x0, noise, t=t, context=context)
 
@@ -109,9 +113,14 @@ class ProductScheduler(ConfiguredScheduler):
         }
         return {**sample, **clean}
 
-    def prior(self, keys: Any, shapes: Mapping[str, Sequence[int]], context: Context | None = None) -> dict[str, Tensor]:
+    def prior(
+        self, keys: Any, shapes: Mapping[str, Sequence[int]], context: Context | None = None
+    ) -> dict[str, Tensor]:
         """Pure noise for every field; ``shapes`` holds the per-sample shape of each."""
-        return {name: s.prior(_field_keys(keys, name), shapes[name], context) for name, s in self.schedulers.items()}
+        return {
+            name: scheduler.prior(_field_keys(keys, name), _field(shapes, name), context)
+            for name, scheduler in self.schedulers.items()
+        }
 
     def transition(
         self,
@@ -136,9 +145,9 @@ def _field_keys(keys: Any, name: str) -> Any:
     return keys.at(purpose=f"{keys.purpose}/{name}")
 
 
-def _field(state: State, name: str) -> Tensor:
+def _field(state: Mapping[str, Any], name: str) -> Any:
     if not isinstance(state, Mapping):
-        raise ConfigError(f"ProductScheduler got a {type(state).__name__}; expected a dict of tensors with {name!r}")
+        raise ConfigError(f"ProductScheduler got a {type(state).__name__}; expected a dict with the field {name!r}")
     if name not in state:
         raise ConfigError(f"the state has no field {name!r}; it has {', '.join(state)}.{nearest(name, state)}")
     return state[name]

@@ -56,7 +56,7 @@ class Transition(Protocol):
 
 
 def expand_as(coefficient: Tensor, x: Tensor) -> Tensor:
-    """A per-sample coefficient () or (B,) as (B, 1, …, 1), in the dtype of ``x``; one with the rank of ``x`` is kept."""
+    """A per-sample coefficient () or (B,) as (B, 1, …, 1) in the dtype of ``x``; one with the rank of ``x`` is kept."""
     coefficient = coefficient.to(x.dtype)
     if coefficient.ndim in (0, x.ndim):
         return coefficient
@@ -78,7 +78,8 @@ def linear_combination(*terms: tuple[Tensor, Tensor]) -> Tensor:
     for c, x in rest:
         c, x = expand_as(c, x.to(dtype)), x.to(dtype)
         # in place only where nothing records or transforms the operations, and nothing has to grow
-        fresh = torch.is_grad_enabled() or total.shape != torch.broadcast_shapes(total.shape, c.shape, x.shape)
+        fits = x.shape == total.shape and all(k in (1, n) for k, n in zip(c.shape, total.shape, strict=False))
+        fresh = torch.is_grad_enabled() or not fits
         total = torch.addcmul(total, c, x) if fresh else total.addcmul_(c, x)
     return total
 
@@ -88,6 +89,11 @@ def _sum_over_elements(values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         values = torch.where(expand_as(mask.to(values.dtype), values) > 0, values, torch.zeros_like(values))
     return values.reshape(values.shape[0], values[0].numel() if len(values) else 0).sum(dim=1)
+
+
+def _nan_unless(valid: Tensor, values: Tensor) -> Tensor:
+    """NaN where not ``valid``, as a constant: gradients of the other values stay finite."""
+    return torch.where(valid, values, torch.full_like(values, math.nan))
 
 
 def _refuse_zero_width(std: Tensor, kind: str) -> None:
@@ -134,9 +140,10 @@ class GaussianTransition:
     def unchecked_log_prob(self, x_s: Tensor) -> Tensor:
         """:meth:`log_prob`, with NaN instead of an error where the width is 0."""
         std = expand_as(self.std, self.mean).expand_as(self.mean)
-        std = torch.where(std > 0, std, torch.full_like(std, math.nan))
+        wide, std = std > 0, torch.where(std > 0, std, torch.ones_like(std))
         residual = (x_s.to(self.mean.dtype) - self.mean) / std
-        return _sum_over_elements(-0.5 * residual.square() - std.log() - 0.5 * math.log(2 * math.pi), self.mask)
+        scores = -0.5 * residual.square() - std.log() - 0.5 * math.log(2 * math.pi)
+        return _sum_over_elements(_nan_unless(wide, scores), self.mask)
 
 
 @dataclass(frozen=True)
@@ -214,11 +221,12 @@ class WrappedNormalTransition:
     def unchecked_log_prob(self, x_s: Tensor) -> Tensor:
         """:meth:`log_prob`, with NaN instead of an error where the width is 0."""
         std = expand_as(self.std, self.mean).expand_as(self.mean)
-        std = torch.where(std > 0, std, torch.full_like(std, math.nan))
+        wide, std = std > 0, torch.where(std > 0, std, torch.ones_like(std))
         offset = torch.remainder(x_s.to(self.mean.dtype) - self.mean + 0.5, 1.0) - 0.5
         narrow = _log_sum_of_images(offset, std.clamp(max=_CROSSOVER))
-        wide = _log_fourier_series(offset, std.clamp(min=_CROSSOVER))
-        return _sum_over_elements(torch.where(std <= _CROSSOVER, narrow, wide), self.mask)
+        series = _log_fourier_series(offset, std.clamp(min=_CROSSOVER))
+        scores = torch.where(std <= _CROSSOVER, narrow, series)
+        return _sum_over_elements(_nan_unless(wide, scores), self.mask)
 
 
 def _log_sum_of_images(offset: Tensor, std: Tensor) -> Tensor:

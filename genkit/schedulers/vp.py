@@ -37,8 +37,8 @@ class VPScheduler(GaussianScheduler):
 
     Args:
         schedule: one of the table above.
-        prediction_type: ``"epsilon"`` (not with ``"cosine"``, where α(1) = 0), ``"sample"``, ``"v_prediction"``, ``"flow"``
-            (ε − x_0).
+        prediction_type: ``"epsilon"`` (not with ``"cosine"``, where α(1) = 0), ``"sample"``, ``"v_prediction"`` or
+            ``"flow"`` (ε − x_0).
         eta: stochasticity of :meth:`transition` and :meth:`step`: 0 is DDIM, 1 ancestral.
         num_train_timesteps: N; what a time of 1 is called in diffusers' loops.
         beta_start, beta_end: first and last β of the linear schedules.
@@ -64,14 +64,17 @@ class VPScheduler(GaussianScheduler):
                 + nearest(schedule, SCHEDULES)
             )
         if not 0 < beta_start < beta_end < 1:
-            raise ConfigError(f"beta_start={beta_start!r}, beta_end={beta_end!r}; expected 0 < beta_start < beta_end < 1")
+            given = f"beta_start={beta_start!r}, beta_end={beta_end!r}"
+            raise ConfigError(f"{given}; expected 0 < beta_start < beta_end < 1")
         if not (0 < sigma_min < sigma_max and rho > 0):
-            raise ConfigError(
-                f"sigma_min={sigma_min!r}, sigma_max={sigma_max!r}, rho={rho!r}; expected 0 < sigma_min < sigma_max, rho > 0"
-            )
+            given = f"sigma_min={sigma_min!r}, sigma_max={sigma_max!r}, rho={rho!r}"
+            raise ConfigError(f"{given}; expected 0 < sigma_min < sigma_max, rho > 0")
         self.schedule = schedule
         self.beta_start, self.beta_end = beta_start, beta_end
         self.sigma_min, self.sigma_max, self.rho = sigma_min, sigma_max, rho
+        self.num_train_timesteps = num_train_timesteps
+        if "linear" in schedule:
+            self._first_sum = float(_euler_maclaurin(*self._weight(torch.zeros((), dtype=torch.float64))))
         self._register(prediction_type, eta, num_train_timesteps)
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,7 +86,7 @@ class VPScheduler(GaussianScheduler):
             ratio = self.sigma_max * t.pow(self.rho)
             alpha = torch.rsqrt(1.0 + ratio.square())
             return alpha, ratio * alpha
-        log_alpha_bar, _ = self._log_alpha_bar(t)
+        log_alpha_bar = self._log_alpha_bar(t)
         return torch.exp(0.5 * log_alpha_bar), torch.sqrt(-torch.expm1(log_alpha_bar))
 
     def _level_rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +96,7 @@ class VPScheduler(GaussianScheduler):
         if self.schedule == "edm":
             angle_rate = self.sigma_max * self.rho * t.pow(self.rho - 1.0) * alpha.square()
             return -sigma * angle_rate, alpha * angle_rate
-        rate = self._log_alpha_bar(t)[1]
+        rate = self._log_alpha_bar_rate(t)
         return 0.5 * alpha * rate, -0.5 * alpha.square() * rate / sigma
 
     def _grid(self, n: int) -> Tensor:
@@ -103,21 +106,28 @@ class VPScheduler(GaussianScheduler):
         levels = torch.linspace(1.0, last, n, dtype=torch.float64)
         return torch.cat((levels, torch.zeros(1, dtype=torch.float64)))
 
-    def _log_alpha_bar(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """log α² and its rate: Σ_{i=1}^{k} g(i) = [G(u) − g'(u)/24] from ½ to k + ½, with g = log(1 − β), k = N t.
-
-        For the linear schedule w = β, for the scaled one w = √β; w is affine in the index, so G is elementary. The
-        next term of the expansion is of order (dw/du)³ ≈ 1e-14.
-        """
-        k = self.num_train_timesteps * t
+    def _weight(self, t: Tensor) -> tuple[Tensor, float, bool]:
+        """w at index N t + ½, its slope, and whether β is w² (``scaled_linear``) or w; w is affine in the index."""
         scaled = self.schedule == "scaled_linear"
-        start, end = (math.sqrt(self.beta_start), math.sqrt(self.beta_end)) if scaled else (self.beta_start, self.beta_end)
+        start, end = (beta**0.5 if scaled else beta for beta in (self.beta_start, self.beta_end))
         slope = (end - start) / max(self.num_train_timesteps - 1, 1)
-        w = start + slope * (k - 0.5)  # the weight of index k + ½, counted from β_1 = start
-        w_0 = torch.full_like(w, start - 0.5 * slope)
-        sums = [_antiderivative(v, slope, scaled) - _log_rates(v, slope, scaled)[0] / 24.0 for v in (w, w_0)]
+        return (start - 0.5 * slope) + slope * self.num_train_timesteps * t, slope, scaled
+
+    def _log_alpha_bar(self, t: Tensor) -> Tensor:
+        """log α²: Σ_{i=1}^{k} g(i) = [G(u) − g'(u)/24] from ½ to k + ½, with g = log(1 − β), G' = g, k = N t.
+
+        The next term of the expansion is of order (dw/du)³ ≈ 1e-14.
+        """
+        return _euler_maclaurin(*self._weight(t)) - self._first_sum
+
+    def _log_alpha_bar_rate(self, t: Tensor) -> Tensor:
+        w, slope, scaled = self._weight(t)
         g = torch.log1p(-w.square() if scaled else -w)
-        return sums[0] - sums[1], self.num_train_timesteps * (g - _log_rates(w, slope, scaled)[1] / 24.0)
+        return self.num_train_timesteps * (g - _log_rates(w, slope, scaled)[1] / 24.0)
+
+
+def _euler_maclaurin(w: Tensor, slope: float, scaled: bool) -> Tensor:
+    return _antiderivative(w, slope, scaled) - _log_rates(w, slope, scaled)[0] / 24.0
 
 
 def _antiderivative(w: Tensor, slope: float, scaled: bool) -> Tensor:

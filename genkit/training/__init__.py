@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from genkit.training.ema import EMA
     from genkit.training.objective import LossOutput, Objective, Phase
     from genkit.training.recipe import Recipe
-    from genkit.training.trainer import DivergenceError, StepLog, Trainer
+    from genkit.training.step_log import DivergenceError, StepLog
+    from genkit.training.trainer import Trainer
 
 __all__ = [
     "EMA",
@@ -34,13 +35,13 @@ __getattr__, __dir__, _ = lazy_exports(
     __name__,
     {
         "ConfigPart": ".config",
-        "DivergenceError": ".trainer",
+        "DivergenceError": ".step_log",
         "EMA": ".ema",
         "LossOutput": ".objective",
         "Objective": ".objective",
         "Phase": ".objective",
         "Recipe": ".recipe",
-        "StepLog": ".trainer",
+        "StepLog": ".step_log",
         "TensorData": ".batches",
         "Trainer": ".trainer",
         "TrainerConfig": ".config",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["broadcast", "decide_on_main", "make_accelerator", "on_every_process", "step_rng", "sum_over_processes"]
 
+log = logging.getLogger("genkit.training")
 T = TypeVar("T")
 _ERRORS: dict[str, type[GenkitError]] = {e.__name__: e for e in (GenkitError, ConfigError, CheckpointError)}
 
@@ -35,8 +37,8 @@ def make_accelerator(config: TrainerConfig) -> Accelerator:
     """The Accelerator of a run, on the asked-for device, with the asked-for number of processes.
 
     Raises:
-        ConfigError: CUDA asked for and absent, half precision that the device cannot do, another number of processes than
-            asked for, or a kind of distribution that is not supported.
+        ConfigError: CUDA asked for and absent, half precision that the device cannot do, another number of processes
+            than asked for, or a kind of distribution that is not supported.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -51,6 +53,7 @@ def make_accelerator(config: TrainerConfig) -> Accelerator:
     ddp = DistributedDataParallelKwargs()
     accelerator = Accelerator(cpu=cpu, mixed_precision=config.mixed_precision, kwargs_handlers=[ddp])
     _shard_on_cpu(accelerator)
+    _name_ignored_settings(config)
     check_world_size(config, accelerator.num_processes)
     _check_kind(accelerator)
     return accelerator
@@ -69,13 +72,13 @@ def _use_cpu(config: TrainerConfig) -> bool:
 def check_world_size(config: TrainerConfig, got: int) -> None:
     """Fails where a launcher started another number of processes than was asked for.
 
-    ``accelerate launch --cpu --num_processes 2`` starts one process and says nothing; it leaves a rendezvous address in the
-    environment without a WORLD_SIZE, which is how it is recognised.
+    ``accelerate launch --cpu --num_processes 2`` starts one process and says nothing; it leaves a rendezvous address
+    in the environment without a WORLD_SIZE, which is how it is recognised.
     """
     env = os.environ
     remedy = (
-        "On a CPU several processes start with 'accelerate launch --config_file configs/accelerate/cpu2.yaml -m genkit.train …' "
-        "(not with --cpu) or 'torchrun --nproc_per_node 2 -m genkit.train …'."
+        "On a CPU several processes start with 'accelerate launch --config_file configs/accelerate/cpu2.yaml "
+        "-m genkit.train …' (not with --cpu) or 'torchrun --nproc_per_node 2 -m genkit.train …'."
     )
     if config.num_processes is not None and config.num_processes != got:
         raise ConfigError(f"num_processes: {config.num_processes} asked for, {got} running. {remedy}")
@@ -86,14 +89,28 @@ def check_world_size(config: TrainerConfig, got: int) -> None:
         raise ConfigError(f"accelerate launch was asked for several processes and started 1. {remedy}")
 
 
+def _name_ignored_settings(config: TrainerConfig) -> None:
+    """The training configuration decides; what a launcher's file says differently is named, not obeyed."""
+    for key, value in (
+        ("mixed_precision", config.mixed_precision),
+        ("gradient_accumulation_steps", str(config.gradient_accumulation_steps)),
+    ):
+        launched = os.environ.get(f"ACCELERATE_{key.upper()}", value)
+        if launched not in (value, "no", "1"):
+            log.warning("the launcher says %s=%s, which is not used: the configuration says %s", key, launched, value)
+
+
 def _shard_on_cpu(accelerator: Accelerator) -> None:
     """accelerate ignores a request for FSDP on the CPU; torch's FSDP2 runs there, so the request is honoured."""
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, str_to_bool
 
     asked = str_to_bool(os.environ.get("ACCELERATE_USE_FSDP", "false"))
     if asked and accelerator.distributed_type == DistributedType.MULTI_CPU:
         accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
+        # both states, as accelerate does it: the one is copied over the other again and again
         accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if asked and accelerator.distributed_type != DistributedType.FSDP:
         raise ConfigError(
             f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value} with "
@@ -136,12 +153,13 @@ def broadcast(accelerator: Accelerator, value: Any) -> Any:
 def decide_on_main(accelerator: Accelerator, decide: Callable[[], Any]) -> Any:
     """``decide()`` run by the main process; its plain result, or its error, reaches every process."""
     message: dict[str, Any] = {}
-    own: BaseException | None = None
+    own: GenkitError | None = None
     if accelerator.is_main_process:
         try:
             message = {"result": decide()}
         except (GenkitError, OSError) as error:
-            own, message = error, {"error": type(error).__name__, "text": str(error)}
+            own = _as_genkit_error(error)
+            message = {"error": type(own).__name__, "text": str(own)}
     message = broadcast(accelerator, message)
     if own is not None:
         raise own
@@ -153,17 +171,25 @@ def decide_on_main(accelerator: Accelerator, decide: Callable[[], Any]) -> Any:
 def on_every_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """``work()`` on every process; where one fails, all raise."""
     result: T | None = None
-    own: BaseException | None = None
+    own: GenkitError | None = None
     try:
         result = work()
     except (GenkitError, OSError) as error:
-        own = error
+        own = _as_genkit_error(error)
     failed = sum_over_processes(accelerator, torch.tensor([float(own is not None)], device=accelerator.device))
     if own is not None:
         raise own
     if failed.item():
         raise GenkitError(f"{int(failed.item())} other process(es) failed; their messages say why")
     return result  # type: ignore[return-value]
+
+
+def _as_genkit_error(error: GenkitError | OSError) -> GenkitError:
+    if isinstance(error, GenkitError):
+        return error
+    wrapped = CheckpointError(f"{error}; check free space and permissions")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 # --- randomness inside networks ---------------------------------------------------------------------------------------
@@ -173,8 +199,8 @@ def on_every_process(accelerator: Accelerator, work: Callable[[], T]) -> T:
 def step_rng(seed: int, rank: int, step: int, device: torch.device) -> Iterator[None]:
     """Torch's generators, which dropout reads, seeded by (seed, rank, step) inside and untouched afterwards.
 
-    Dropout takes no generator, so this is the one place where the process-wide ones are set: a resumed run drops the same
-    units, no two ranks drop the same, and the caller's own draws do not notice.
+    Dropout takes no generator, so this is the one place where the process-wide ones are set: a resumed run drops the
+    same units, no two ranks drop the same, and the caller's own draws do not notice.
     """
     digest = hashlib.sha256(f"genkit/{seed}/{rank}/{step}".encode()).digest()
     number = int.from_bytes(digest[:8], "little") >> 1

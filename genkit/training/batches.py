@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -63,10 +64,8 @@ class BatchReader:
         self.by_tensor = self._takes_tensors()
 
     def _takes_tensors(self) -> bool:
-        probe = torch.tensor([0, len(self.data) - 1])
-        try:
-            batch = self.data[probe]
-            if isinstance(batch, Mapping) and batch and all(_length(v) == 2 for v in batch.values()):
+        try:  # two lengths, because a single sample's fields may happen to have one of them
+            if all(_has_length(self.data[torch.zeros(n, dtype=torch.int64)], n) for n in (1, 3)):
                 return True
         except Exception:  # whatever a per-sample data set raises when it is given a tensor
             pass
@@ -88,6 +87,10 @@ class BatchReader:
         for name, value in batch.items():
             _check(name, value, indices)
         return batch | {SAMPLE_ID: indices}
+
+
+def _has_length(batch: Any, length: int) -> bool:
+    return isinstance(batch, Mapping) and len(batch) > 0 and all(_length(v) == length for v in batch.values())
 
 
 def _length(value: Any) -> int | None:
@@ -116,9 +119,11 @@ def _check(name: str, value: Any, indices: Tensor) -> None:
     if _length(value) != len(indices):
         raise ConfigError(f"field {name!r}: asked for {len(indices)} samples, got {_length(value)}")
     # on an accelerator this would wait for the device; there the check of the loss remains
-    if isinstance(value, Tensor) and value.device.type == "cpu" and value.is_floating_point():
-        if not torch.isfinite(value).all():
-            bad = ~torch.isfinite(value).reshape(len(value), -1).all(dim=1)
-            raise ConfigError(
-                f"field {name!r}: NaN or infinity in the samples {indices[bad].tolist()[:10]}; remove them or fill them in"
-            )
+    if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.is_floating_point():
+        return
+    # one pass: a sum is finite only if all of its terms are (the reverse fails at overflow, so that is looked at again)
+    if not math.isfinite(value.sum()) and not torch.isfinite(value).all():
+        bad = ~torch.isfinite(value).reshape(len(value), -1).all(dim=1)
+        raise ConfigError(
+            f"field {name!r}: NaN or infinity in the samples {indices[bad].tolist()[:10]}; remove them or fill them in"
+        )

@@ -38,8 +38,8 @@ def build_networks(
     _check_names(config, modules)
     if is_sharded(accelerator) and len(modules) > 1:
         raise ConfigError(
-            f"FSDP shards one network, the objective trains {sorted(modules)}; put them into one container module whose "
-            f"forward(name, …) dispatches, or use configs/accelerate/ddp.yaml"
+            f"FSDP shards one network, the objective trains {sorted(modules)}; put them into one container module "
+            f"whose forward(name, …) dispatches, or use configs/accelerate/ddp.yaml"
         )
     for module in objective.frozen().values():
         module.to(accelerator.device).eval().requires_grad_(False)
@@ -103,9 +103,8 @@ def _check_names(config: TrainerConfig, modules: Mapping[str, nn.Module]) -> Non
     for key, value in (("learning_rate", config.learning_rate), ("ema_decay", config.ema_decay)):
         unknown = sorted(value.keys() - modules.keys()) if isinstance(value, dict) else []
         if unknown:
-            raise ConfigError(
-                f"{key}: {unknown[0]!r} is not a trained network; they are {sorted(modules)}.{nearest(unknown[0], modules)}"
-            )
+            close = nearest(unknown[0], modules)
+            raise ConfigError(f"{key}: {unknown[0]!r} is not a trained network; they are {sorted(modules)}.{close}")
 
 
 def release_networks(objective: Objective, networks: Mapping[str, TrainedNetwork]) -> None:

@@ -1,10 +1,10 @@
 """Checkpoint folders ``output_dir/checkpoint-<step>``: finding, choosing, pruning, and what is inside.
 
-A checkpoint holds, as safetensors and JSON only: trained parameters and buffers of every network (``networks/``), moving
-averages (``ema/``), optimiser states (``optimizers/``), modules that a phase froze (``frozen/``), ``trainer.json`` (step, epoch,
-phase, counters, versions, world size) and ``config.json``. The manifest with sizes and hashes is written last
-(:mod:`genkit.serialization`), so a folder is whole or it is not a checkpoint. Noise, data order and learning rate are
-functions of the step and need no state.
+A checkpoint holds, as safetensors and JSON only: trained parameters and buffers of every network (``networks/``),
+moving averages (``ema/``), optimiser states (``optimizers/``), modules that a phase froze (``frozen/``),
+``trainer.json`` (step, epoch, phase, counters, versions, world size) and ``config.json``. The manifest with sizes and
+hashes is written last (:mod:`genkit.serialization`), so a folder is whole or it is not a checkpoint. Noise, data
+order and learning rate are functions of the step and need no state.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 from genkit.errors import CheckpointError, ConfigError
 from genkit.serialization import load_json, load_tensors, save_json, save_tensors, verify_folder, write_folder
+from genkit.training.ema import local_part
 from genkit.training.networks import TrainedNetwork
-from genkit.training.optim import load_optimizer, local_part, optimizer_tensors, split_state
+from genkit.training.optim import load_optimizer, optimizer_tensors, split_state
 
 __all__ = [
     "CheckpointData",
@@ -55,7 +57,7 @@ def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
-    """The newest checkpoint that verifies; each damaged newer one is passed over with a warning that names the damage."""
+    """The newest checkpoint that verifies; damaged newer ones are passed over with a warning that names the damage."""
     for _, folder in checkpoints(output_dir):
         try:
             verify_folder(folder)
@@ -78,18 +80,46 @@ def choose_checkpoint(output_dir: Path, resume: str | None) -> Path | None:
     if resume is None:
         return None
     if resume != "latest":
-        verify_folder(Path(resume))
+        step = verify_folder(Path(resume))["meta"].get("step", 0)
+        _refuse_newer(output_dir, resume, step)
         return Path(resume)
     found = latest_checkpoint(output_dir)
+    if found is not None:
+        _set_aside_newer(output_dir, found)
     if found is None and checkpoints(output_dir):
         names = ", ".join(p.name for _, p in checkpoints(output_dir))
         raise CheckpointError(
-            f"{output_dir}: none of {names} verifies (the warnings above say why); restore one from a backup, or start a new "
-            f"run in another output_dir"
+            f"{output_dir}: none of {names} verifies (the warnings above say why); restore one from a backup, or start "
+            f"a new run in another output_dir"
+        )
+    if found is None and (output_dir / "pipeline").exists():
+        raise ConfigError(
+            f"{output_dir} holds a finished pipeline and no checkpoint; starting fresh would replace it. Give another "
+            f"output_dir, or move the pipeline away"
         )
     if found is None:
         log.info("resume_from_checkpoint=latest: %s has no checkpoint, starting fresh", output_dir)
     return found
+
+
+def _refuse_newer(output_dir: Path, resume: str, step: int) -> None:
+    """Steps that are run again must not mix with checkpoints of their first run: pruning goes by the step."""
+    newer = [folder.name for other, folder in checkpoints(output_dir) if other > step]
+    if newer:
+        raise ConfigError(
+            f"output_dir {output_dir} holds {', '.join(newer[:5])}, newer than the checkpoint to resume ({resume}, "
+            f"step {step}); give another output_dir, or move the newer ones away"
+        )
+
+
+def _set_aside_newer(output_dir: Path, found: Path) -> None:
+    """Damaged checkpoints that were passed over are renamed, so that the run can write those steps again."""
+    for _, folder in checkpoints(output_dir):
+        if folder == found:
+            return
+        target = output_dir / f"damaged-{folder.name}-{uuid.uuid4().hex[:8]}"
+        folder.rename(target)
+        log.warning("%s was renamed to %s", folder, target.name)
 
 
 def prepare_output_dir(output_dir: Path, resume: str | None) -> None:
@@ -265,11 +295,10 @@ def _check_fit(path: str, saved: Mapping[str, Tensor], target: Mapping[str, Tens
     missing, extra = sorted(target.keys() - saved.keys()), sorted(saved.keys() - target.keys())
     if missing or extra:
         raise CheckpointError(
-            f"{path}: the checkpoint lacks {missing[:5]} and has {extra[:5]} beyond what this run trains; was it written by "
-            f"another network or another set of trained parameters?"
+            f"{path}: the checkpoint lacks {missing[:5]} and has {extra[:5]} beyond what this run trains; was it "
+            f"written by another network or another set of trained parameters?"
         )
     for key, value in target.items():
-        if saved[key].shape != local_part(value).shape:
-            raise CheckpointError(
-                f"{path}: {key} has shape {tuple(saved[key].shape)} in the checkpoint, {tuple(local_part(value).shape)} here"
-            )
+        before, here = tuple(saved[key].shape), tuple(local_part(value).shape)
+        if before != here:
+            raise CheckpointError(f"{path}: {key} has shape {before} in the checkpoint, {here} here")

@@ -1,7 +1,7 @@
 """Reading configuration: a YAML file, ``key=value`` overrides, and errors that name file, key and nearest key.
 
-YAML is read by the 1.2 core rules: ``1e-4`` is a number and ``no`` is a word (1.1 makes them a word and a boolean). A key
-given twice is an error.
+YAML is read by the 1.2 core rules: ``1e-4`` is a number and ``no`` is a word (1.1 makes them a word and a boolean). A
+key given twice is an error.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """``values`` with ``key=value`` texts applied: dotted keys reach into parts, values are YAML scalars or ``[a, b]``."""
+    """``values`` with ``key=value`` texts applied: dotted keys reach into parts, values are YAML."""
     result = _copied(values)
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -228,7 +228,7 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def changed_keys(saved: Mapping[str, Any], now: TrainerConfig) -> list[str]:
-    """``key: saved → now`` for every key that may not change on resume but did; keys younger than ``saved`` count as their defaults."""
+    """Keys that may not change on resume but did, with both values; keys younger than ``saved`` count as default."""
     try:
         before = _flat(parse_config(type(now), saved, source="the checkpoint's configuration").resolved())
     except ConfigError as error:

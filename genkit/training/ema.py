@@ -8,7 +8,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-__all__ = ["EMA"]
+__all__ = ["EMA", "local_part"]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor; a plain tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 class EMA:
@@ -30,7 +35,8 @@ class EMA:
     @torch.no_grad()
     def update(self, parameters: Mapping[str, Tensor], steps_done: int) -> None:
         """Takes in the weights after ``steps_done`` steps in all."""
-        shadow, current = list(self.shadow.values()), [parameters[name].detach() for name in self.shadow]
+        shadow = [local_part(s) for s in self.shadow.values()]
+        current = [local_part(parameters[name].detach()) for name in self.shadow]
         if steps_done <= self.start_step:
             torch._foreach_copy_(shadow, current)
             return
@@ -57,4 +63,4 @@ def _wide(parameter: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy(target: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> None:
     for name, value in source.items():
-        target[name].copy_(value)
+        local_part(target[name]).copy_(local_part(value))

@@ -70,8 +70,9 @@ class TrainedNetwork:
         if missing:
             raise GenkitError(
                 f"network {self.name!r}: {len(missing)} trained parameter(s) got no gradient from the loss: "
-                f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Call the network through net({self.name!r}), "
-                f"set requires_grad=False on what should not train, or name them in parameters_without_gradient()"
+                f"{', '.join(missing[:8])}{' …' if len(missing) > 8 else ''}. Call the network through "
+                f"net({self.name!r}), set requires_grad=False on what should not train, "
+                f"or name them in parameters_without_gradient()"
             )
         self.gradients_checked = True
 

@@ -39,8 +39,8 @@ class Objective:
     """A method's losses and trainable networks. Subclasses define :meth:`networks` and :meth:`loss`.
 
     A *step* is one optimiser update. The step numbers given to :meth:`turn` and :meth:`loss` count from 0 through all
-    phases. All micro-batches of a step belong to one turn; only that turn's network is updated, and the parameters of the
-    others neither need nor get gradients (gradients still flow *through* them).
+    phases. All micro-batches of a step belong to one turn; only that turn's network is updated, and the parameters of
+    the others neither need nor get gradients (gradients still flow *through* them).
     """
 
     _wrapped: Mapping[str, nn.Module] = {}
@@ -57,7 +57,7 @@ class Objective:
         """
 
     def networks(self) -> Mapping[str, nn.Module]:
-        """The trainable networks by turn name. Parameters with ``requires_grad=False`` stay as they are (LoRA bases)."""
+        """The trainable networks by turn name; parameters with ``requires_grad=False`` (LoRA bases) stay."""
         raise NotImplementedError(f"{type(self).__name__} must define networks()")
 
     def frozen(self) -> Mapping[str, nn.Module]:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from genkit.errors import CheckpointError, ConfigError, nearest
 from genkit.training.config import TrainerConfig
+from genkit.training.ema import local_part
 
-__all__ = ["base_rate", "learning_rate", "load_optimizer", "local_part", "make_optimizer", "optimizer_tensors", "split_state"]
+__all__ = ["base_rate", "learning_rate", "load_optimizer", "make_optimizer", "optimizer_tensors", "split_state"]
 
 
 def learning_rate(base: float, step: int, steps: int, *, scheduler: str = "constant", warmup_steps: int = 0) -> float:
@@ -36,9 +37,8 @@ def base_rate(config: TrainerConfig, network: str) -> float:
         return config.learning_rate
     if network not in config.learning_rate:
         names = sorted(config.learning_rate)
-        raise ConfigError(
-            f"learning_rate: names {names} but not the network {network!r}, which is trained; add it.{nearest(network, names)}"
-        )
+        close = nearest(network, names)
+        raise ConfigError(f"learning_rate: names {names} but not {network!r}, which is trained; add it.{close}")
     return config.learning_rate[network]
 
 
@@ -61,11 +61,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
         for name, parameter in parameters.items()
         for entry, value in optimizer.state.get(parameter, {}).items()
     }
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; a plain tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def split_state(tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[int, dict[str, Tensor]]:

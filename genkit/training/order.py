@@ -2,7 +2,8 @@
 
 Nothing is kept, so nothing can be lost: a resumed run asks for step k and gets the samples of step k.
 
-A *window* is what one step consumes over all processes and micro-batches; the last window of an epoch holds what remains.
+A *window* is what one step consumes over all processes and micro-batches; the last window of an epoch holds what
+remains.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class DataOrder:
-    """The order of ``size`` samples in windows of ``accumulation`` micro-batches of ``batch_size`` on ``world`` processes.
+    """The order of ``size`` samples, in windows of ``accumulation`` micro-batches of ``batch_size`` on every process.
 
     Raises:
         ConfigError: no samples, a batch larger than the data, or more accumulation than an epoch has micro-batches.
@@ -54,14 +55,14 @@ class DataOrder:
             raise ConfigError("the data set is empty (0 samples); check its path and its filters")
         if self.chunk > self.size:
             raise ConfigError(
-                f"batch_size {self.batch_size} on {self.world} process(es) takes {self.chunk} samples at once, but the data "
-                f"set has {self.size}; use batch_size <= {self.size // self.world}, fewer processes or more data"
+                f"batch_size {self.batch_size} on {self.world} process(es) takes {self.chunk} samples at once, but the "
+                f"data set has {self.size}; use batch_size <= {self.size // self.world}, fewer processes or more data"
             )
         most = -(-self.size // self.chunk)
         if self.accumulation > most:
             raise ConfigError(
-                f"gradient_accumulation_steps {self.accumulation} is more than the {most} micro-batches of {self.chunk} samples "
-                f"that an epoch of {self.size} samples has; use at most {most}, or a smaller batch_size"
+                f"gradient_accumulation_steps {self.accumulation} is more than the {most} micro-batches of "
+                f"{self.chunk} samples in an epoch of {self.size} samples; use at most {most}, or a smaller batch_size"
             )
 
     @property

@@ -29,8 +29,8 @@ __all__ = ["StepResult", "Stepper"]
 class StepResult:
     """Means over the whole window and all processes; ``finite`` is False where nothing was updated.
 
-    ``overflow`` marks a float16 gradient that only asks for a smaller loss scale. ``stop`` is True on every process as soon
-    as one of them was told to stop. ``sample_ids`` belong to a step that is not finite.
+    ``overflow`` marks a float16 gradient that only asks for a smaller loss scale. ``stop`` is True on every process
+    as soon as one of them was told to stop. ``sample_ids`` belong to a step that is not finite.
     """
 
     loss: float
@@ -55,8 +55,8 @@ class _Window:
 class Stepper:
     """Makes single optimiser updates of an objective's networks.
 
-    The update is the gradient of Σ w_i L_i / Σ w_i over all micro-batches i of all processes, L_i their mean losses and w_i
-    their weights, so that it does not depend on how a window is cut up.
+    The update is the gradient of Σ w_i L_i / Σ w_i over all micro-batches i of all processes, L_i their mean losses
+    and w_i their weights, so that it does not depend on how a window is cut up.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Stepper:
         self.reader, self.order = reader, order
 
     def run(self, network: TrainedNetwork, step: int, rate: float, stop: bool) -> StepResult:
-        """Step ``step`` (from 0) of ``network`` at learning rate ``rate``; ``stop`` is shared with the other processes."""
+        """Step ``step`` (from 0) of ``network`` at learning rate ``rate``; ``stop`` is told to the other processes."""
         window = self._read(step)
         with step_rng(self.config.seed, self.accelerator.process_index, step, self.accelerator.device):
             sums = self._accumulate(network, window, step)
@@ -93,8 +93,8 @@ class Stepper:
         total = self._total(weights, step)
         if not (total > 0 and math.isfinite(total)) or min(weights) < 0:
             raise GenkitError(
-                f"step {step}: the micro-batches weigh {weights}, {total} over all processes; weight() must give numbers >= 0 "
-                f"that are not all 0 (samples {self.order.window(step).tolist()[:20]})"
+                f"step {step}: the micro-batches weigh {weights}, {total} over all processes; weight() must give "
+                f"numbers >= 0 that are not all 0 (samples {self.order.window(step).tolist()[:20]})"
             )
         return _Window(batches, [w / total for w in weights])
 

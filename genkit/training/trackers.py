@@ -1,4 +1,4 @@
-"""Where a run's numbers go: ``log.jsonl`` always, tensorboard and wandb on request, a progress bar, and a stop signal."""
+"""Where a run's numbers go: ``log.jsonl`` always, tensorboard and wandb on request; and the stop signal."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from genkit.errors import MissingExtraError
+from genkit.serialization import canonical_hash
 from genkit.training.config import TrainerConfig
 
 __all__ = ["JsonLines", "StopSignal", "Tracker", "make_trackers"]
@@ -27,8 +28,8 @@ class Tracker(Protocol):
 
 
 class JsonLines:
-    """One JSON object a line. Rows after ``resumed_step`` (of a run that died after its last checkpoint) and a last line
-    that was cut off are dropped first, so that every step has one row."""
+    """One JSON object a line. Rows after ``resumed_step`` (of a run that died after its last checkpoint) and a last
+    line that was cut off are dropped first, so that every step has one row."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         self.path = path
@@ -92,8 +93,11 @@ class _WandB:
             import wandb
         except ImportError as error:
             raise MissingExtraError("report_to: wandb needs pip install 'genkit-diffusion[track]'") from error
-        name = Path(config.output_dir).name
-        self._run = wandb.init(project="genkit", name=name, dir=config.output_dir, config=config.resolved())
+        folder = Path(config.output_dir).resolve()
+        same_run = canonical_hash(str(folder))[:16]  # a resumed run goes on in the same place
+        self._run = wandb.init(
+            project="genkit", name=folder.name, id=same_run, resume="allow", dir=folder, config=config.resolved()
+        )
 
     def log(self, row: Mapping[str, Any]) -> None:
         self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])

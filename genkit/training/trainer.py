@@ -1,9 +1,9 @@
 """One loop for every objective.
 
 A step is one optimiser update of one network: all micro-batches of a window are read and weighed, each contributes
-its part of the mean over all units of all processes, and the gradient is checked before anything moves. Whatever depends on
-time (order, noise, dropout, learning rate, turn) is a function of the step, so a checkpoint needs no random state
-and a resumed run repeats the uninterrupted one bit for bit.
+its part of the mean over all units of all processes, and the gradient is checked before anything moves. Whatever
+depends on time (order, noise, dropout, learning rate, turn) is a function of the step, so a checkpoint needs no
+random state and a resumed run repeats the uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from tqdm.auto import tqdm
 
-from genkit.errors import CheckpointError, ConfigError, GenkitError
+from genkit.errors import CheckpointError, ConfigError
 from genkit.serialization import save_json
 from genkit.training import checkpoint as folders
 from genkit.training.accelerator import decide_on_main, make_accelerator, on_every_process
@@ -32,45 +33,14 @@ from genkit.training.objective import Objective, Phase
 from genkit.training.optim import learning_rate
 from genkit.training.order import DataOrder
 from genkit.training.sharding import save_on_all, shard_suffix
+from genkit.training.step_log import StepLog, divergence
 from genkit.training.stepping import Stepper, StepResult
 from genkit.training.trackers import StopSignal, Tracker, make_trackers
 
-__all__ = ["DivergenceError", "StepLog", "Trainer"]
+__all__ = ["Trainer"]
 
 log = logging.getLogger("genkit.training")
 SavePipeline = Callable[[Path, Mapping[str, nn.Module]], None]
-
-
-class DivergenceError(GenkitError, RuntimeError):
-    """The loss or its gradient stayed non-finite; the weights and the checkpoints are those of the last finite step."""
-
-
-@dataclass(frozen=True)
-class StepLog:
-    """What a step did.
-
-    Attributes:
-        step: steps done so far, this one included.
-        phase, turn: the stage, and the network that was updated.
-        loss: the mean over the whole window and all processes.
-        learning_rate: η of this step.
-        grad_norm: the gradient's 2-norm before clipping.
-        seconds: wall time.
-        logs: the objective's numbers, means like the loss.
-        skipped: True where loss or gradient were not finite and nothing was updated.
-        sample_ids: dataset indices of a skipped step (of its non-finite micro-batches where this process had them).
-    """
-
-    step: int
-    phase: str
-    turn: str
-    loss: float
-    learning_rate: float
-    grad_norm: float
-    seconds: float
-    logs: Mapping[str, float] = field(default_factory=dict)
-    skipped: bool = False
-    sample_ids: tuple[int, ...] = ()
 
 
 class Trainer:
@@ -80,8 +50,8 @@ class Trainer:
         objective: losses, networks, phases and turns.
         config: validated configuration.
         data: map-style training data (:class:`genkit.training.batches.TrainingData`).
-        save_pipeline: called on the main process at the end with ``output_dir/pipeline`` and the networks (moving averages
-            where they are kept).
+        save_pipeline: called on the main process at the end with ``output_dir/pipeline`` and the networks (moving
+            averages where they are kept).
 
     Raises:
         ConfigError: empty data, a batch or window larger than the data, settings that this machine cannot do.
@@ -119,26 +89,32 @@ class Trainer:
             CheckpointError: a damaged or foreign checkpoint, or a save that failed (older checkpoints are unchanged).
             DivergenceError: more than ``max_skipped_steps`` non-finite steps in a row.
         """
-        self._start()
-        trackers = make_trackers(self.config, self.step) if self.accelerator.is_main_process else []
-        hidden = None if self.config.progress and self.accelerator.is_main_process else True
-        bar = tqdm(total=self.last_step, initial=self.step, disable=hidden, unit="step", desc="train")
-        try:
-            with StopSignal() as stop:
-                while self.step < self.last_step and not self.stopped:
-                    self._enter_phase(self._phase_of(self.step))
-                    entry = self._run_step(stop)
-                    if self.stopped or self.step % self.config.save_steps == 0 or self.step == self.last_step:
-                        self._save()
-                    self._report(entry, trackers)
-                    bar.update()
-                    yield entry
-            self._finish()
-        finally:
-            bar.close()
+        with ExitStack() as stack:
+            stack.callback(lambda: release_networks(self.objective, self.networks))
+            self._start()
+            trackers = make_trackers(self.config, self.step) if self.accelerator.is_main_process else []
             for tracker in trackers:
-                tracker.close()
-            release_networks(self.objective, self.networks)
+                stack.callback(tracker.close)
+            bar = stack.enter_context(self._bar())
+            stop = stack.enter_context(StopSignal())
+            while self.step < self.last_step and not self.stopped:
+                self._enter_phase(self._phase_of(self.step))
+                entry = self._run_step(stop)
+                if self.skipped_in_a_row > self.config.max_skipped_steps:
+                    self._report(entry, trackers)
+                    raise divergence(entry, self.config.max_skipped_steps, folders.checkpoints(self.output_dir))
+                if self.stopped or self.step % self.config.save_steps == 0 or self.step == self.last_step:
+                    self._save()
+                self._report(entry, trackers)
+                bar.update()
+                bar.set_postfix_str(f"loss {entry.loss:.4g}", refresh=False)
+                yield entry
+            self._finish()
+
+    def _bar(self) -> Any:
+        """On the main process's terminal only."""
+        hidden = None if self.config.progress and self.accelerator.is_main_process else True
+        return tqdm(total=self.last_step, initial=self.step, disable=hidden, unit="step", desc="train")
 
     def _report(self, entry: StepLog, trackers: list[Tracker]) -> None:
         if entry.step % self.config.logging_steps and not entry.skipped and entry.step != self.last_step:
@@ -151,7 +127,7 @@ class Trainer:
             tracker.log(row | {"epoch": self.order.place(entry.step - 1)[0]})
 
     def _finish(self) -> None:
-        if self.stopped:
+        if self.step < self.last_step:
             log.info(
                 "SIGTERM: checkpoint-%d is saved, stopping; continue with resume_from_checkpoint=latest", self.step
             )
@@ -226,15 +202,14 @@ class Trainer:
         if result.overflow:  # the float16 loss scale has just been lowered
             return
         self.skipped_in_a_row += 1
-        what = f"step {self.step}: loss {result.loss}, gradient norm {result.grad_norm}, samples {list(result.sample_ids[:20])}"
-        log.warning("%s; the step is skipped (%d in a row)", what, self.skipped_in_a_row)
-        if self.skipped_in_a_row > self.config.max_skipped_steps:
-            newest = folders.checkpoints(self.output_dir)
-            kept = f"{newest[0][1]} is the last checkpoint and is finite" if newest else "no checkpoint was written yet"
-            raise DivergenceError(
-                f"{what}; more than max_skipped_steps={self.config.max_skipped_steps} in a row. The weights were not "
-                f"touched; {kept}. Look at these samples, lower learning_rate, or raise max_skipped_steps"
-            )
+        log.warning(
+            "step %d: loss %s, gradient norm %s on the samples %s; the step is skipped (%d in a row)",
+            self.step,
+            result.loss,
+            result.grad_norm,
+            list(result.sample_ids[:20]),
+            self.skipped_in_a_row,
+        )
 
     # --- saving and resuming ----------------------------------------------------------------------------------------
 
@@ -300,6 +275,9 @@ class Trainer:
                 f"{folder} cannot be continued, because these settings changed:\n  " + "\n  ".join(changed) + "\n"
                 "Set them back, or start a new run in another output_dir."
             )
+        steps = data.config["max_steps"]
+        if self.config.lr_scheduler != "constant" and steps != self.config.max_steps:
+            log.warning("max_steps was %d and is %d: the rest of the decay differs", steps, self.config.max_steps)
         if not 0 <= state["phase_index"] < len(self.phases):
             raise CheckpointError(f"{folder}: saved in phase {state['phase_index']}, but there are {len(self.phases)}")
         return data

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from torch import nn
 
 from genkit.data.mixtures import StableMixture
 from genkit.data.returns import MarketReturns
+from genkit.errors import ConfigError
 from genkit.pipelines.heavy_tailed_flow.clocks import Clock
 from genkit.pipelines.heavy_tailed_flow.denoiser import ClockDenoiser
 from genkit.pipelines.heavy_tailed_flow.objective import HeavyTailedFlowObjective
@@ -64,7 +65,9 @@ class ModelConfig(ConfigPart):
     depth: int = Field(3, ge=1, le=6, description="depth of its log-signature")
     path_feature: Literal["logsignature", "terminal"] = "logsignature"
     transform: Literal["whiten", "mad", "none"] = Field("whiten", description="affine standardisation of the data")
-    scale: Literal["conditional", "constant"] = Field("conditional", description="constant: ignore the coupling's scale")
+    scale: Literal["conditional", "constant"] = Field(
+        "conditional", description="constant: ignore the coupling's scale"
+    )
     class_conditional: bool = Field(False, description="tell the network the data's labels")
 
 
@@ -73,8 +76,9 @@ class EvaluationConfig(ConfigPart):
 
     seeds: int = Field(5, ge=1)
     num_samples: int = Field(200_000, ge=1000)
-    num_inference_steps: int = Field(20, ge=1)
+    num_inference_steps: int = Field(10, ge=1)
     solver: str = "heun"
+    workers: int = Field(2, ge=1, description="processes that train side by side, one thread each")
     minutes: float = Field(3.0, gt=0.0, description="expected core-minutes of one arm and seed, to announce the cost")
 
 
@@ -97,17 +101,26 @@ class Config(TrainerConfig):
     def _known_clock(cls, value: dict[str, Any]) -> dict[str, Any]:
         return Clock.from_dict(value).to_dict()
 
+    @model_validator(mode="after")
+    def _labels_exist(self) -> Self:
+        if self.model.class_conditional and self.data.name != "mixture2d":
+            raise ConfigError(f"model.class_conditional is true, but the data {self.data.name!r} have no labels")
+        return self
+
 
 _CARDS: dict[str, dict[str, Any]] = {
     "returns": {
-        "description": "A heavy-tailed flow (random clocks, rank coupling) for joint daily returns in units of their volatility.",
-        "data": "Daily closes of S&P 500, Nasdaq and WTI oil, 1999–2018, from the arch package (NCSA licence); the first 80 %.",
+        "description": "A heavy-tailed flow (random clocks) for joint daily returns in units of their volatility.",
+        "data": "The first 80 % of the daily closes of S&P 500, Nasdaq and WTI oil, 1999–2018 (arch package, NCSA).",
         "command": "genkit train configs/heavy_tailed_flow/returns.yaml",
-        "limits": ["Three assets and one period; not investment advice.", "Trained on returns over EWMA volatility (λ = 0.94)."],
+        "limits": [
+            "Three assets and one period; not investment advice.",
+            "Trained on returns over EWMA volatility (λ = 0.94).",
+        ],
         "toy_scale": True,
     },
     "mixture2d": {
-        "description": "A heavy-tailed flow (random clocks, rank coupling) for nine imbalanced α-stable modes in the plane.",
+        "description": "A heavy-tailed flow (random clocks) for nine imbalanced α-stable modes in the plane.",
         "data": "Synthetic: genkit.data.StableMixture.",
         "command": "genkit train configs/heavy_tailed_flow/mixture2d.yaml",
         "limits": ["Synthetic data in two dimensions."],
@@ -117,8 +130,10 @@ _CARDS: dict[str, dict[str, Any]] = {
 
 
 def build_denoiser(config: Config, data: MarketReturns | StableMixture) -> ClockDenoiser:
-    """A fresh network, fitted to the data's location, spread and radius; its weights depend on ``config.seed`` alone."""
-    classes = int(data.label.max()) + 1 if config.model.class_conditional else 0
+    """A fresh network, fitted to the data's location, spread and radius; its weights depend on ``config.seed``
+    alone.
+    """
+    classes = len(data.weights) if isinstance(data, StableMixture) and config.model.class_conditional else 0
     options = config.model.model_dump(exclude={"transform", "scale", "class_conditional"})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -136,8 +151,10 @@ def build(config: Config) -> Recipe:
     objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), config.coupling, config.loss_weight)
 
     def save_pipeline(folder: Path, networks: Mapping[str, nn.Module]) -> None:
-        pipe = HeavyTailedFlowPipeline(networks["denoiser"], FlowScheduler())
-        pipe.save_pretrained(folder, card={"training_config": config.resolved(), "seed": config.seed, **_CARDS[config.data.name]})
+        pipe = HeavyTailedFlowPipeline(cast(ClockDenoiser, networks["denoiser"]), FlowScheduler())
+        pipe.save_pretrained(
+            folder, card={"training_config": config.resolved(), "seed": config.seed, **_CARDS[config.data.name]}
+        )
 
     return Recipe(objective, _Unlabelled(data) if not config.model.class_conditional else data, save_pipeline)
 

@@ -30,7 +30,9 @@ def couple_clocks(kind: str, clock: Tensor, radius: Tensor, tie_break: Tensor, l
         int64 (B,): ``clock[result]`` belongs to the data.
     """
     if kind not in COUPLINGS:
-        raise ConfigError(f"coupling={kind!r} is unknown; expected one of {', '.join(COUPLINGS)}.{nearest(kind, COUPLINGS)}")
+        raise ConfigError(
+            f"coupling={kind!r} is unknown; expected one of {', '.join(COUPLINGS)}.{nearest(kind, COUPLINGS)}"
+        )
     if kind == "independent":
         return torch.arange(len(clock), device=clock.device)
     groups = torch.zeros_like(radius, dtype=torch.int64) if labels is None else labels

@@ -17,19 +17,24 @@ from genkit.plotting import figure_style, save_figure
 
 __all__ = ["demo"]
 
-SEED, SAMPLES, KNOB = 0, 100_000, (2.5, 6.0)
+SEED, SAMPLES, STEPS, KNOB = 0, 50_000, 10, (2.5, 6.0)
 
 
 def demo(out: Path, progress: bool = True) -> DemoRow:
-    """Samples both checkpoints of the zoo, scores their one-day risk forecasts and draws three pictures into ``out``."""
+    """Samples both checkpoints of the zoo, scores their one-day risk forecasts and draws three pictures into
+    ``out``.
+    """
     held_out = MarketReturns("ewma", split="test")
     flow, gaussian = (_sample(name, progress) for name in ("returns-flow", "returns-gaussian"))
     ours, theirs = (_mean_fz0(samples, held_out) for samples in (flow, gaussian))
     spliced = {index: _sample("returns-flow", progress, tail_index=index) for index in KNOB}
     radius = RobustWhitening.fit(held_out.sample.double()).radius
     with figure_style():
-        tails = draw_tails(held_out, {"heavy-tailed flow": flow, "Gaussian flow": gaussian},
-                           {"heavy-tailed flow": "ours", "Gaussian flow": "baseline"})
+        tails = draw_tails(
+            held_out,
+            {"heavy-tailed flow": flow, "Gaussian flow": gaussian},
+            {"heavy-tailed flow": "ours", "Gaussian flow": "baseline"},
+        )
         risk = draw_backtest(held_out, forecast_risk(flow, held_out.scale, held_out.names, 0.99))
         labels = {index: f"tail index {index:g} asked for" for index in KNOB}
         radii = {"as trained": radius(flow)} | {labels[index]: radius(z) for index, z in spliced.items()}
@@ -52,7 +57,7 @@ def _sample(name: str, progress: bool, tail_index: float | None = None) -> Tenso
     pipe = genkit.load(f"zoo:{name}")
     pipe.set_progress_bar_config(disable=not progress)
     generator = torch.Generator().manual_seed(SEED)
-    return pipe(SAMPLES, 20, solver="heun", tail_index=tail_index, generator=generator).samples.double()
+    return pipe(SAMPLES, STEPS, solver="heun", tail_index=tail_index, generator=generator).samples.double()
 
 
 def _mean_fz0(samples: Tensor, held_out: MarketReturns) -> float:

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
-from torch import Tensor, nn
+from torch import Tensor
 
 from genkit.errors import ConfigError
 from genkit.models.mlp import ConditionalMLP
+from genkit.models.precision import FixedPrecision
 from genkit.pipelines.heavy_tailed_flow.clocks import Clock
 from genkit.pipelines.heavy_tailed_flow.features import ClockFeatures
 from genkit.schedulers.transition import expand_as
 
+#: how many of the largest radii are too few to say where a quantile lies
+_TAIL_COUNT = 32
+
 __all__ = ["ClockDenoiser", "ConditionalScale", "DataTransform", "soft_clip"]
 
 
-class DataTransform(nn.Module):
+class DataTransform(FixedPrecision):
     """An affine change of variables, data = location + L · standardised, fitted to the training data.
 
     Args:
@@ -41,8 +45,8 @@ class DataTransform(nn.Module):
         self.register_buffer("inverse", torch.eye(channels))
 
     def fit(self, data: Tensor, kind: str) -> None:
-        """Sets the transform: ``"whiten"`` (mean and Cholesky factor of the covariance), ``"mad"`` (median, and one scale,
-        the median absolute deviation of all coordinates) or ``"none"``.
+        """Sets the transform: ``"whiten"`` (mean and Cholesky factor of the covariance), ``"mad"`` (median, and one
+        scale, the median absolute deviation of all coordinates) or ``"none"``.
 
         Raises:
             ConfigError: NaN or infinite rows (counted), fewer rows than columns, an unknown kind, no spread.
@@ -73,11 +77,11 @@ class DataTransform(nn.Module):
         return self.location.to(standardised.dtype) + standardised @ self.factor.T.to(standardised.dtype)
 
 
-class ConditionalScale(nn.Module):
+class ConditionalScale(FixedPrecision):
     """s(A) = sqrt(E[|x_0|² | A] / d): the data's size given the clock, in standardised units.
 
     For independent coupling it is one number. For rank coupling it is the data-radius quantile at the clock's
-    quantile, over √d, interpolated in log-log; beyond the last 1 % it continues as a straight line in log-log.
+    quantile, over √d, interpolated in log-log; beyond the 32nd largest radius it grows as √A.
 
     Args:
         knots: number of interpolation points.
@@ -92,24 +96,28 @@ class ConditionalScale(nn.Module):
         self.register_buffer("log_scale", torch.zeros(knots, dtype=torch.float64))
 
     def fit_constant(self, standardised: Tensor) -> None:
-        """s = the root mean square of all coordinates (winsorised at the 99.9 % radius, which infinite variance needs)."""
+        """s = the root mean square of all coordinates (winsorised at the 99.9 % radius, which infinite variance
+        needs).
+        """
         radius = standardised.to(torch.float64).norm(dim=1)
         radius = radius.clamp(max=float(torch.quantile(radius, 0.999)))
         rms = radius.square().mean().sqrt() / math.sqrt(standardised.shape[1])
         self.log_scale.fill_(float(rms.log()))
 
     def fit_rank(self, standardised: Tensor, clock: Clock) -> None:
-        """The quantile-to-quantile curve from the clock's law to the data's radius."""
+        """The quantile-to-quantile curve from the clock's law to the data's radius.
+
+        Knots are evenly spaced in logit(u) from u = 1 % to the 32nd largest radius. Beyond them s ∝ √A, so that the
+        samples' tail index is the clock's, whatever law it is drawn from.
+        """
         radius = standardised.to(torch.float64).norm(dim=1)
-        knots = len(self.log_clock)
-        # 1 % to 99 % evenly, then one knot at 99.9 %, which carries the fitted tail slope outwards
-        u = torch.cat((torch.linspace(0.01, 0.99, knots - 1, dtype=torch.float64), torch.tensor([0.999], dtype=torch.float64)))
-        log_clock = clock.quantile(u).log()
-        log_scale = torch.quantile(radius, u.clamp(max=0.99)).log() - 0.5 * math.log(standardised.shape[1])
-        slope = _tail_slope(radius, clock)
-        log_scale[-1] = log_scale[-2] + slope * (log_clock[-1] - log_clock[-2])
-        self.log_clock.copy_(log_clock)
-        self.log_scale.copy_(log_scale)
+        end = 1.0 - min(0.05, _TAIL_COUNT / len(radius))
+        logits = torch.linspace(math.log(0.01 / 0.99), math.log(end / (1.0 - end)), len(self.log_clock) - 1)
+        u = torch.sigmoid(logits.to(torch.float64))
+        log_clock, log_radius = clock.quantile(u).log(), torch.quantile(radius, u).log()
+        log_scale = log_radius - 0.5 * math.log(standardised.shape[1])
+        self.log_clock.copy_(torch.cat((log_clock, log_clock[-1:] + 1.0)))
+        self.log_scale.copy_(torch.cat((log_scale, log_scale[-1:] + 0.5)))
 
     def forward(self, clock: Tensor) -> Tensor:
         """A (B, …) → s(A), of the same shape, float64."""
@@ -128,8 +136,8 @@ class ClockDenoiser(ModelMixin, ConfigMixin):
 
         c_skip = (t A − (1 − t) s²)/D,     c_out = √A s/√D,     c_in = 1/√D
 
-    so that F_θ = 0 is the exact velocity of Gaussian data of size s, and the residual has unit variance at every (t, A).
-    Not in the paper's abstract; the derivation is in this folder's README.
+    so that F_θ = 0 is the exact velocity of Gaussian data of size s, and the residual has unit variance at every (t,
+    A). Not in the paper's abstract; the derivation is in this folder's README.
 
     Args:
         channels: size d of a datum.
@@ -165,7 +173,9 @@ class ClockDenoiser(ModelMixin, ConfigMixin):
         self.network = ConditionalMLP(channels, self.features.channels, width, blocks, num_classes)
 
     def fit(self, data: Tensor, transform: str, conditional: bool = True) -> None:
-        """Fits the data transform and the scale s(A) to the training data (B, d); ``conditional=False`` keeps s constant."""
+        """Fits the data transform and the scale s(A) to the training data (B, d); ``conditional=False`` keeps s
+        constant.
+        """
         self.transform.fit(data, transform)
         standardised = self.transform.standardise(data.to(torch.float64))
         if conditional and self.config["coupling"] == "rank" and math.isfinite(self.clock.tail_index):
@@ -187,7 +197,8 @@ class ClockDenoiser(ModelMixin, ConfigMixin):
         Args:
             x: (B, d) standardised.
             t: (B,) in [0, 1].
-            cond: ``clock`` A (B,), ``features`` (B, F), and ``class_labels`` int64 (B,) for a class-conditional network.
+            cond: ``clock`` A (B,), ``features`` (B, F), and ``class_labels`` int64 (B,) for a class-conditional
+                network.
         """
         if cond is None or "clock" not in cond or "features" not in cond:
             raise ConfigError(f"ClockDenoiser needs cond with 'clock' and 'features'; got {sorted(cond or {})}")
@@ -202,22 +213,13 @@ def soft_clip(x: Tensor, limit: float = 3.0) -> Tensor:
     return torch.where(size <= limit, x, x.sign() * (limit + torch.log1p((size - limit).clamp(min=0.0))))
 
 
-def _tail_slope(radius: Tensor, clock: Clock) -> Tensor:
-    """d log R / d log A over the last 1 % of the data (at least 20 points), by least squares on the quantile pairs."""
-    n = len(radius)
-    k = max(n // 100, min(20, n // 2))
-    top = radius.sort().values[-k:]
-    u = 1.0 - (torch.arange(k, 0, -1, dtype=torch.float64, device=radius.device) - 0.5) / n
-    x, y = clock.quantile(u).log(), top.log()
-    x, y = x - x.mean(), y - y.mean()
-    return (x * y).sum() / x.square().sum()
-
-
 def _check_data(data: Tensor) -> None:
     if data.ndim != 2 or len(data) <= data.shape[-1]:
         raise ConfigError(f"training data has shape {tuple(data.shape)}; expected (n, d) with n > d")
     bad = int((~torch.isfinite(data)).any(dim=1).sum())
     if bad:
-        raise ConfigError(f"training data has {bad} of {len(data)} rows with NaN or infinite values; remove or mend them")
+        raise ConfigError(
+            f"training data has {bad} of {len(data)} rows with NaN or infinite values; remove or mend them"
+        )
     if float(data.std(dim=0).min()) == 0.0:
         raise ConfigError("training data has a constant column; remove it")

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from genkit.data.mixtures import StableMixture
+from genkit.data.returns import MarketReturns
 from genkit.metrics.modes import mode_coverage
 from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
 from genkit.metrics.tails import RobustWhitening, compare_tails, hill
 from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, classical_forecasts
-from genkit.pipelines.heavy_tailed_flow.config import Config, build
+from genkit.pipelines.heavy_tailed_flow.config import Config, ReturnsData, build
 from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
 
 __all__ = ["ARMS", "evaluate", "sample_arm", "train_arm"]
@@ -71,7 +73,9 @@ def train_arm(config: Config, folder: Path) -> HeavyTailedFlowPipeline:
     from genkit.training.trainer import Trainer
 
     recipe = build(config)
-    config = config.model_copy(update={"output_dir": str(folder), "save_steps": config.max_steps, "resume_from_checkpoint": None})
+    config = config.model_copy(
+        update={"output_dir": str(folder), "save_steps": config.max_steps, "resume_from_checkpoint": None}
+    )
     for _ in Trainer(recipe.objective, config, recipe.data, recipe.save_pipeline).train():
         pass
     pipe = HeavyTailedFlowPipeline.from_pretrained(folder / "pipeline")
@@ -84,7 +88,7 @@ def sample_arm(pipe: HeavyTailedFlowPipeline, config: Config, seed: int, **optio
     generator = torch.Generator().manual_seed(10_000 + seed)
     run = config.evaluation
     output = pipe(run.num_samples, run.num_inference_steps, solver=run.solver, generator=generator, **options)
-    return output.samples.to(torch.float64)
+    return torch.as_tensor(output[0]).to(torch.float64)
 
 
 def _setting(config: Config) -> str:
@@ -93,7 +97,7 @@ def _setting(config: Config) -> str:
 
 
 def _run_missing(config: Config, path: Path) -> None:
-    """Two processes with one thread each; rows are written as they come."""
+    """Trains and measures what is missing, in processes of one thread each; rows are written as they come."""
     done = {(row.arm, row.seed, row.config_hash, row.setting) for row in read_rows(path)}
     setting = _setting(config)
     jobs = []
@@ -101,12 +105,12 @@ def _run_missing(config: Config, path: Path) -> None:
         for arm in ARMS[config.data.name]:
             if (arm, seed, arm_config(config, arm, seed).config_hash(), setting) not in done:
                 jobs.append((arm, seed))
-    if config.data.name == "returns" and ("historical_simulation", 0) not in {(a, s) for a, s, _, _ in done}:
-        append_rows(path, _classical_rows(config))
+    if isinstance(config.data, ReturnsData) and ("historical_simulation", 0) not in {(a, s) for a, s, _, _ in done}:
+        append_rows(path, _classical_rows(config.data, _setting(config)))
     print(f"{len(jobs)} rows to train and measure, about {len(jobs) * config.evaluation.minutes / 60:.1f} core-hours")
     if not jobs:
         return
-    workers = min(2, len(jobs))
+    workers = min(config.evaluation.workers, len(jobs))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(_measure_arm, config.resolved(), arm, seed): (arm, seed) for arm, seed in jobs}
         for future in as_completed(futures):
@@ -122,8 +126,10 @@ def _measure_arm(values: Mapping[str, Any], arm: str, seed: int) -> list[ResultR
     config = arm_config(base, arm, seed)
     with tempfile.TemporaryDirectory() as folder:
         pipe = train_arm(config, Path(folder) / "run")
-    measure = _returns_metrics if config.data.name == "returns" else _mixture_metrics
-    numbers = list(measure(pipe, config, seed))
+    if isinstance(config.data, ReturnsData):
+        numbers = list(_returns_metrics(pipe, config, config.data.load("test"), seed))
+    else:
+        numbers = list(_mixture_metrics(pipe, config, config.data.load(), seed))
     seconds = time.perf_counter() - began
     return [
         ResultRow(METHOD, arm, _setting(base), config.config_hash(), seed, metric, value, n, round(seconds, 1))
@@ -134,8 +140,9 @@ def _measure_arm(values: Mapping[str, Any], arm: str, seed: int) -> list[ResultR
 # ---- market returns -------------------------------------------------------------------------------------------------
 
 
-def _returns_metrics(pipe: HeavyTailedFlowPipeline, config: Config, seed: int) -> Iterator[tuple[str, float, int]]:
-    test = config.data.load("test")
+def _returns_metrics(
+    pipe: HeavyTailedFlowPipeline, config: Config, test: MarketReturns, seed: int
+) -> Iterator[tuple[str, float, int]]:
     samples = sample_arm(pipe, config, seed)
     yield from _backtest_numbers(backtest(samples, test))
     yield from _tail_numbers(samples, test.sample.to(torch.float64))
@@ -168,22 +175,23 @@ def _backtest_numbers(rows: Sequence[BacktestRow]) -> Iterator[tuple[str, float,
         yield f"violation_ratio/{level}", _mean(row.violations / row.expected_violations for row in of_level), n
 
 
-def _classical_rows(config: Config) -> list[ResultRow]:
+def _classical_rows(data: ReturnsData, setting: str) -> list[ResultRow]:
     """The baselines that have no seed: one row each, fitted to the same training days."""
     rows = []
     began = time.perf_counter()
-    for name, results in classical_forecasts(config.data.load("train"), config.data.load("test")).items():
+    for name, results in classical_forecasts(data.load("train"), data.load("test")).items():
         numbers = list(_backtest_numbers(results))
         seconds = round(time.perf_counter() - began, 1)
-        rows += [ResultRow(METHOD, name, _setting(config), "none", 0, m, v, n, seconds) for m, v, n in numbers]
+        rows += [ResultRow(METHOD, name, setting, "none", 0, m, v, n, seconds) for m, v, n in numbers]
     return rows
 
 
 # ---- the mixture ----------------------------------------------------------------------------------------------------
 
 
-def _mixture_metrics(pipe: HeavyTailedFlowPipeline, config: Config, seed: int) -> Iterator[tuple[str, float, int]]:
-    data = config.data.load()
+def _mixture_metrics(
+    pipe: HeavyTailedFlowPipeline, config: Config, data: StableMixture, seed: int
+) -> Iterator[tuple[str, float, int]]:
     samples = sample_arm(pipe, config, seed)
     radius, n = samples.norm(dim=1), len(samples)
     for level in TRUTH_LEVELS:
@@ -193,7 +201,11 @@ def _mixture_metrics(pipe: HeavyTailedFlowPipeline, config: Config, seed: int) -
     yield "in_mode_mass", modes.in_mode_mass, n
     yield "captured_modes", float(modes.captured), n
     reference, _ = data.draw(n, start=len(data))
-    yield "hill_ratio", hill(radius, fraction=0.005).tail_index / hill(reference.norm(dim=1), fraction=0.005).tail_index, n
+    yield (
+        "hill_ratio",
+        hill(radius, fraction=0.005).tail_index / hill(reference.norm(dim=1), fraction=0.005).tail_index,
+        n,
+    )
     if config.clock["law"] == "gaussian":
         return
     for tail_index in TAIL_INDICES:
@@ -230,7 +242,9 @@ def _tables(config: Config, rows: Sequence[ResultRow]) -> list[str]:
     title = f"{config.data.name}: {_setting(config)}; mean ± 95 % interval over seeds. Toy scale."
     if config.data.name == "mixture2d":
         truth = [f"quantile_ratio/{level}" for level in TRUTH_LEVELS]
-        knob = [f"knob_hill/{a}" for a in TAIL_INDICES] + [f"knob_shift_q{q}/{a}" for q in (0.5, 0.9) for a in (1.2, 1.8)]
+        knob = [f"knob_hill/{a}" for a in TAIL_INDICES] + [
+            f"knob_shift_q{q}/{a}" for q in (0.5, 0.9) for a in (1.2, 1.8)
+        ]
         general = ["hill_ratio", "mode_total_variation", "in_mode_mass", "captured_modes"]
         return [title, summary_table(rows, truth + general, arms), summary_table(rows, knob, arms[:3])]
     arms += sorted({row.arm for row in rows} - set(arms))

@@ -17,14 +17,15 @@ and normalisation are this project's choices.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from genkit.errors import CheckpointError, ConfigError, nearest
+from genkit.models.precision import FixedPrecision
 from genkit.pipelines.heavy_tailed_flow.clocks import Clock
 from genkit.pipelines.heavy_tailed_flow.logsignature import BACKENDS, clock_logsignature, logsignature, lyndon_words
 from genkit.samplers.noise import training_keys
@@ -38,7 +39,7 @@ _CALIBRATION_SEED = 0x68746D66  # any fixed number: the statistics belong to the
 _KINDS = ("logsignature", "terminal")
 
 
-class ClockFeatures(nn.Module):
+class ClockFeatures(FixedPrecision):
     """Normalised log-signature features of clock paths.
 
     Args:
@@ -127,13 +128,6 @@ class ClockFeatures(nn.Module):
         """
         clipped = self(path).abs() >= _CLIP
         return float(clipped.float().sum()) / max(clipped.numel(), 1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ClockFeatures:
-        """Follows a move to a device; a cast to half precision leaves the normaliser in float32."""
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = buffer.to(fn(buffer).device)
-        return self
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         stored = state_dict.get(f"{prefix}config_json")

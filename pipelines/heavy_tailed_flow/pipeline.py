@@ -37,7 +37,8 @@ class HeavyTailedFlowOutput(BaseOutput):
     Args:
         samples: (n, d) in data units.
         clocks: the clock A of each sample, float64 (n,).
-        clipped_share: share of clock features that had to be clipped because the clock was far outside the training law.
+        clipped_share: share of clock features that had to be clipped because the clock was far outside the training
+            law.
     """
 
     samples: Tensor | NDArray[Any]
@@ -48,8 +49,8 @@ class HeavyTailedFlowOutput(BaseOutput):
 class HeavyTailedFlowPipeline(GenkitPipeline):
     """Samples heavy-tailed vectors by a flow from a Gaussian scale mixture, given a random clock.
 
-    Each sample draws a clock path T with terminal value A, starts at √A ε with ε ~ N(0, I), and follows the velocity that
-    the network predicts given the clock, from t = 1 to t = 0.
+    Each sample draws a clock path T with terminal value A, starts at √A ε with ε ~ N(0, I), and follows the velocity
+    that the network predicts given the clock, from t = 1 to t = 0.
 
     Args:
         denoiser: the trained network with its clock law, data transform and conditional scale.
@@ -89,7 +90,8 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             num_samples: how many, n.
             num_inference_steps: steps of the walk.
             clock: another clock law than the one trained on (the bulk moves with it; prefer ``tail_index``).
-            tail_index: the wanted tail index: above its ``splice_at``-quantile the clock gets a Pareto tail of this index,
+            tail_index: the wanted tail index: above its ``splice_at``-quantile the clock gets a Pareto tail of this
+                index,
                 the bulk stays. Needs a network trained with rank coupling.
             splice_at: the clock quantile from which ``tail_index`` acts.
             class_labels: int (n,), for a class-conditional network.
@@ -119,14 +121,24 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             clipped += len(path) * self.denoiser.features.clipped_share(path)
             if class_labels is not None:
                 cond["class_labels"] = torch.as_tensor(class_labels, device=device)[part]
-            x = self._walk(keys[part], cond, None if latents is None else latents[part].to(device), num_inference_steps,
-                           times, solver, eta, callback)
+            x = self._walk(
+                keys[part],
+                cond,
+                None if latents is None else latents[part].to(device),
+                num_inference_steps,
+                times,
+                solver,
+                eta,
+                callback,
+            )
             chunks.append((self.denoiser.transform.restore(x), cond["clock"]))
         samples, clocks = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         self._warn_outside_training_law(clocks, law)
+        share = clipped / max(num_samples, 1)
         if output_type == "np":
-            samples, clocks = samples.cpu().numpy(), clocks.cpu().numpy()
-        output = HeavyTailedFlowOutput(samples, clocks, clipped / max(num_samples, 1))
+            output = HeavyTailedFlowOutput(samples.cpu().numpy(), clocks.cpu().numpy(), share)
+        else:
+            output = HeavyTailedFlowOutput(samples, clocks, share)
         return output if return_dict else output.to_tuple()
 
     def _walk(
@@ -170,8 +182,8 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             return law
         if self.denoiser.config["coupling"] != "rank":
             warnings.warn(
-                "tail_index was given, but this network was trained with independent coupling: every clock leads to the "
-                "same data law, so the tail will not follow. Train with coupling: rank for a tail knob.",
+                "tail_index was given, but this network was trained with independent coupling: every clock leads to "
+                "the same data law, so the tail will not follow. Train with coupling: rank for a tail knob.",
                 stacklevel=3,
             )
         return law.splice(splice_at, tail_index=tail_index)
@@ -193,16 +205,23 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             raise ConfigError(f"latents has shape {tuple(latents.shape)}; expected ({num_samples}, {channels})")
         unknown = [name for name in callback_inputs if name not in self._callback_tensor_inputs]
         if unknown:
-            raise ConfigError(f"callback_on_step_end_tensor_inputs holds {unknown}; known: {self._callback_tensor_inputs}")
+            raise ConfigError(
+                f"callback_on_step_end_tensor_inputs holds {unknown}; known: {self._callback_tensor_inputs}"
+            )
         if classes == 0 and class_labels is not None:
             raise ConfigError("class_labels was given, but this network was trained without labels; drop the argument")
         if classes and class_labels is None:
-            raise ConfigError(f"this network is class-conditional; give class_labels, {num_samples} of 0 … {classes - 1}")
+            raise ConfigError(
+                f"this network is class-conditional; give class_labels, {num_samples} of 0 … {classes - 1}"
+            )
         if class_labels is not None:
             labels = torch.as_tensor(class_labels)
-            if labels.shape != (num_samples,) or (len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes):
+            if labels.shape != (num_samples,) or (
+                len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes
+            ):
                 raise ConfigError(
-                    f"class_labels has shape {tuple(labels.shape)}; expected ({num_samples},) with values 0 … {classes - 1}"
+                    f"class_labels has shape {tuple(labels.shape)}; expected ({num_samples},) "
+                    f"with values 0 … {classes - 1}"
                 )
 
     def _warn_outside_training_law(self, clocks: Tensor, law: Clock) -> None:
@@ -214,8 +233,8 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
         if share > 0.01:
             warnings.warn(
                 f"{100 * share:.1f} % of the sampled clocks lie outside the central 99.98 % of the training law "
-                f"({low:.3g} to {high:.3g}): the network extrapolates there. Retrain on the heavier law, or splice the tail "
-                "with tail_index, which leaves the bulk alone.",
+                f"({low:.3g} to {high:.3g}): the network extrapolates there. Retrain on the heavier law, or "
+                "splice the tail with tail_index, which leaves the bulk alone.",
                 stacklevel=3,
             )
 

@@ -1,4 +1,6 @@
-"""Pictures a risk analyst reads: tails beside held-out data, daily VaR and ES with the days that broke them, the knob."""
+"""Pictures a risk analyst reads: tails beside held-out data, daily VaR and ES with the days that broke them, the
+knob.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def draw_tail_knob(radius: Mapping[str, Tensor], indices: Mapping[str, float]) -
 
 
 def draw_scores(scores: Mapping[str, tuple[float, float]], title: str, highlight: Sequence[str] = ()) -> Any:
-    """Mean scores with 95 % intervals, best first; lower is better. NaN widths (a baseline without a seed) get no bar."""
+    """Mean scores with 95 % intervals, best first; lower is better. NaN widths (a baseline without a seed) get no
+    bar.
+    """
     import matplotlib.pyplot as plt
 
     ordered = sorted(scores.items(), key=lambda item: item[1][0], reverse=True)

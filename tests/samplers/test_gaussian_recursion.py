@@ -216,11 +216,11 @@ def test_deterministic_walks_reach_the_moments_of_the_data(make_scheduler, name,
     scheduler = make_scheduler(name, TYPE_OF[name])
     mean, variance = start_moments(scheduler)
     errors = []
-    for n in (16, 32, 256):
+    for n in (8, 16, 96):
         x = torch.tensor([[mean], [mean + math.sqrt(variance)]], dtype=torch.float64)
         out = rollout(denoiser_of(scheduler), scheduler, x, num_inference_steps=n, solver=solver).sample[:, 0]
         errors.append(max(abs(float(out[0]) - MEAN), abs(float(out[1] - out[0]) - math.sqrt(VAR))))
-    assert errors[2] < 0.25 * max(errors[:2]) and errors[2] < 0.015, errors  # (a coarse walk may be right by accident)
+    assert errors[2] < 0.25 * max(errors[:2]) and errors[2] < 0.03, errors  # (a coarse walk may be right by accident)
 
 
 @pytest.mark.parametrize("eta", [0.5, 1.0])

@@ -81,7 +81,9 @@ def test_a_step_does_not_depend_on_the_prediction_type(make_scheduler, name, sca
     for prediction_type in [p for n, p in PAIRS if n == name]:
         scheduler = make_scheduler(name, prediction_type)
         output = scheduler.from_x0(x0, t, x_t, context)
-        steps.append((scheduler.transition(output, t, s, x_t, context, eta=0.7), scheduler.velocity(output, t, x_t, context)))
+        steps.append(
+            (scheduler.transition(output, t, s, x_t, context, eta=0.7), scheduler.velocity(output, t, x_t, context))
+        )
     for transition, velocity in steps[1:]:
         close(transition.mean, steps[0][0].mean)
         close(transition.std, steps[0][0].std)

@@ -264,5 +264,5 @@ def test_a_product_names_what_is_wrong():
         ProductScheduler({"a": {"class": "FlowSchedule"}})
     with pytest.raises(ConfigError, match="no field 'coords'"):
         product().transition({"lattice": torch.zeros(3, 3, 3)}, 0.5, 0.2, crystal(0))
-    with pytest.raises(ConfigError, match="expected a dict of tensors"):
+    with pytest.raises(ConfigError, match="expected a dict with the field"):
         product().transition(crystal(0), 0.5, 0.2, torch.zeros(3, 3))

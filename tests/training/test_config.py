@@ -37,7 +37,10 @@ BASE = "output_dir: out\nmax_steps: 10\n"
 
 
 def test_numbers_words_and_lists_are_read_by_the_core_rules(tmp_path):
-    text = BASE + "learning_rate: 1e-4\nmixed_precision: no\nweight_decay: 1\nsizes: [3, 4]\nclock: {law: stable, alpha: 1.5}\n"
+    text = (
+        BASE
+        + "learning_rate: 1e-4\nmixed_precision: no\nweight_decay: 1\nsizes: [3, 4]\nclock: {law: stable, alpha: 1.5}\n"
+    )
     config = load(tmp_path, text)
     assert config.learning_rate == 1e-4  # YAML 1.1 reads the word "1e-4"
     assert config.mixed_precision == "no"  # and here the boolean False
@@ -93,7 +96,14 @@ def test_files_that_are_missing_empty_or_no_mapping(tmp_path):
 
 
 def test_overrides_reach_into_parts_and_are_named_as_the_source(tmp_path):
-    config = load(tmp_path, BASE + "clock: {law: stable}\n", "clock.alpha=1.9", "learning_rate=2e-3", "ema_decay=null", "max_steps=7")
+    config = load(
+        tmp_path,
+        BASE + "clock: {law: stable}\n",
+        "clock.alpha=1.9",
+        "learning_rate=2e-3",
+        "ema_decay=null",
+        "max_steps=7",
+    )
     assert (config.clock.alpha, config.learning_rate, config.ema_decay, config.max_steps) == (1.9, 2e-3, None, 7)
     assert load(tmp_path, BASE, "learning_rate={student: 1e-3}").learning_rate == {"student": 1e-3}
     for override, message in {

@@ -22,7 +22,9 @@ def test_the_average_is_its_closed_form(start):
         live["w"].copy_(theta[k])
         ema.update(live, k)
         d, s = 0.8, min(start, k)
-        closed = d ** (k - s) * theta[s] + (1 - d) * sum((d ** (k - j) * theta[j] for j in range(s + 1, k + 1)), torch.zeros(4))
+        closed = d ** (k - s) * theta[s] + (1 - d) * sum(
+            (d ** (k - j) * theta[j] for j in range(s + 1, k + 1)), torch.zeros(4)
+        )
         torch.testing.assert_close(ema.shadow["w"], closed, rtol=1e-12, atol=1e-12)
 
 
@@ -42,7 +44,9 @@ def test_the_average_of_half_precision_weights_is_kept_in_float32():
 
 def test_training_keeps_the_average_of_its_own_weights(tmp_path):
     objective = toys.Regression()
-    trainer = Trainer(objective, toys.config(tmp_path, ema_decay=0.7, ema_start_step=4, max_steps=9), toys.make_data(), toys.save_net)
+    trainer = Trainer(
+        objective, toys.config(tmp_path, ema_decay=0.7, ema_start_step=4, max_steps=9), toys.make_data(), toys.save_net
+    )
     weights = [toys.tensors(objective.net_)]
     weights += [toys.tensors(objective.net_) for _ in trainer.train()]
     for name, shadow in trainer.networks["net"].ema.shadow.items():
@@ -62,20 +66,27 @@ def test_rates_follow_their_formulas():
     for k in range(4, 100):
         p = (k - 4) / 96
         assert learning_rate(2.0, k, 100, scheduler="linear", warmup_steps=4) == pytest.approx(2 * (1 - p))
-        assert learning_rate(2.0, k, 100, scheduler="cosine", warmup_steps=4) == pytest.approx(1 + math.cos(math.pi * p))
+        assert learning_rate(2.0, k, 100, scheduler="cosine", warmup_steps=4) == pytest.approx(
+            1 + math.cos(math.pi * p)
+        )
     assert learning_rate(1.0, 5, 5, scheduler="cosine", warmup_steps=5) == 1.0
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_logged_rate_counts_updates_not_micro_batches(tmp_path, accumulation):
-    settings = dict(lr_scheduler="cosine", warmup_steps=3, gradient_accumulation_steps=accumulation, batch_size=1)
+    settings = {
+        "lr_scheduler": "cosine",
+        "warmup_steps": 3,
+        "gradient_accumulation_steps": accumulation,
+        "batch_size": 1,
+    }
     trainer = Trainer(toys.Regression(), toys.config(tmp_path, **settings), toys.make_data())
     rates = [entry.learning_rate for entry in trainer.train()]
     assert rates == [learning_rate(1e-2, k, 12, scheduler="cosine", warmup_steps=3) for k in range(12)]
 
 
 def test_rates_and_averages_by_network(tmp_path):
-    settings = dict(learning_rate={"student": 1e-2, "auxiliary": 0.0}, ema_decay={"student": 0.5})
+    settings = {"learning_rate": {"student": 1e-2, "auxiliary": 0.0}, "ema_decay": {"student": 0.5}}
     objective = toys.TwoNetworks()
     before = toys.tensors(objective.auxiliary)
     trainer = Trainer(objective, toys.config(tmp_path, **settings), toys.make_data(dtype=torch.float64))
@@ -87,4 +98,8 @@ def test_rates_and_averages_by_network(tmp_path):
         ({"ema_decay": {"studnet": 0.5}}, "Did you mean 'student'"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            list(Trainer(toys.TwoNetworks(), toys.config(tmp_path / "b", **changes), toys.make_data(dtype=torch.float64)).train())
+            list(
+                Trainer(
+                    toys.TwoNetworks(), toys.config(tmp_path / "b", **changes), toys.make_data(dtype=torch.float64)
+                ).train()
+            )

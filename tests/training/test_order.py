@@ -79,7 +79,9 @@ class PerSample(torch.utils.data.Dataset):
 def test_tensor_and_per_sample_data_give_the_same_batch():
     ids = torch.tensor([4, 0, 2])
     one = BatchReader(PerSample(5, word=True)).read(ids)
-    two = BatchReader(TensorData({"image": torch.arange(5.0)[:, None, None].expand(5, 3, 4), "label": torch.arange(5)})).read(ids)
+    two = BatchReader(
+        TensorData({"image": torch.arange(5.0)[:, None, None].expand(5, 3, 4), "label": torch.arange(5)})
+    ).read(ids)
     assert torch.equal(one["image"], two["image"]) and torch.equal(one["label"], two["label"])
     assert one["text"] == ["sample 4", "sample 0", "sample 2"]
     assert torch.equal(one["sample_id"], ids) and torch.equal(two["sample_id"], ids)
@@ -101,6 +103,18 @@ def test_bad_data_is_refused_by_name():
     for make, message in cases:
         with pytest.raises(ConfigError, match=message):
             make()
+
+
+def test_fields_that_look_like_a_batch_are_still_stacked():
+    class Pairs(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return {"pair": torch.tensor([1.0, 2.0])}
+
+    assert BatchReader(Pairs()).read(torch.tensor([0, 1])).get("pair").shape == (2, 2)
+    assert BatchReader(Pairs()).read(torch.tensor([0, 1, 2])).get("pair").shape == (3, 2)
 
 
 def test_a_single_sample_and_integer_images_are_fine():

@@ -22,7 +22,14 @@ from genkit.serialization import load_json, load_tensors, verify_folder
 from genkit.training import DivergenceError, Trainer
 from genkit.training.checkpoint import checkpoints, latest_checkpoint, prune_checkpoints
 
-MESSY = dict(gradient_accumulation_steps=2, ema_decay=0.9, ema_start_step=2, lr_scheduler="cosine", warmup_steps=3, save_steps=5)
+MESSY = {
+    "gradient_accumulation_steps": 2,
+    "ema_decay": 0.9,
+    "ema_start_step": 2,
+    "lr_scheduler": "cosine",
+    "warmup_steps": 3,
+    "save_steps": 5,
+}
 
 
 def trainer(folder: Path, objective=None, size: int = 11, **changes) -> Trainer:
@@ -46,6 +53,27 @@ def numbers(entries) -> list[tuple]:
     return [(e.step, e.phase, e.turn, e.loss, e.learning_rate, e.grad_norm, e.logs) for e in entries]
 
 
+class RunningMean(torch.nn.Module):
+    """Subtracts the running mean of what it has seen in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = torch.lerp(self.mean, x.detach().mean(dim=0), 0.1)
+        return x - self.mean
+
+
+def _partly_trained() -> toys.Regression:
+    """A frozen base and a trained head behind a layer with running statistics, as an adapter would be."""
+    net = toys.make_net(dropout=0.3)
+    net[0].requires_grad_(False)
+    net.insert(1, RunningMean())
+    return toys.Regression(net)
+
+
 # --- exact resume -----------------------------------------------------------------------------------------------------
 
 
@@ -54,10 +82,11 @@ def numbers(entries) -> list[tuple]:
     [
         lambda: toys.Regression(toys.make_net(dropout=0.3)),
         lambda: toys.TwoNetworks(torch.float32),
+        lambda: _partly_trained(),
         lambda: toys.TwoPhases((5, 9)),  # the checkpoint of step 5 ends a phase
         lambda: toys.TwoPhases((3, 9)),  # … and here it is inside the second
     ],
-    ids=["dropout", "turns", "phase-end", "in-phase"],
+    ids=["dropout", "turns", "partly", "phase-end", "in-phase"],
 )
 def test_a_resumed_run_is_bit_equal_in_the_middle_of_an_epoch(tmp_path, make):
     whole = trainer(tmp_path / "whole", make())
@@ -109,7 +138,9 @@ def test_latest_without_a_checkpoint_starts_fresh_and_a_finished_run_says_so(tmp
     assert list(trainer(tmp_path, resume_from_checkpoint="latest").train()) == []
     assert "max_steps=12 is already reached" in caplog.text
     assert (tmp_path / "log.jsonl").read_text() == before and (tmp_path / "pipeline" / "net.safetensors").exists()
-    assert [e.step for e in trainer(tmp_path, resume_from_checkpoint="latest", max_steps=14, lr_scheduler="cosine").train()] == [13, 14]
+    assert [
+        e.step for e in trainer(tmp_path, resume_from_checkpoint="latest", max_steps=14, lr_scheduler="cosine").train()
+    ] == [13, 14]
 
 
 def test_a_folder_in_use_is_not_run_over(tmp_path):
@@ -118,10 +149,23 @@ def test_a_folder_in_use_is_not_run_over(tmp_path):
         list(trainer(tmp_path).train())
 
 
+def test_going_back_does_not_mix_with_newer_checkpoints(tmp_path):
+    list(trainer(tmp_path).train())
+    with pytest.raises(ConfigError, match="holds checkpoint-12, checkpoint-10, newer than the checkpoint to resume"):
+        list(trainer(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-5")).train())
+    for _, folder in checkpoints(tmp_path):
+        shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match="finished pipeline and no checkpoint"):
+        list(trainer(tmp_path, resume_from_checkpoint="latest").train())
+
+
 def test_changed_settings_are_refused_with_both_values(tmp_path):
     list(trainer(tmp_path, max_steps=5).train())
     for changes, message in [
-        ({"learning_rate": 3e-2, "seed": 1}, "learning_rate: 0.01 in the checkpoint, 0.03 now\n  seed: 0 in the checkpoint, 1 now"),
+        (
+            {"learning_rate": 3e-2, "seed": 1},
+            "learning_rate: 0.01 in the checkpoint, 0.03 now\n  seed: 0 in the checkpoint, 1 now",
+        ),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps: 2 in the checkpoint, 1 now"),
         ({"ema_decay": None}, "ema_decay: 0.9 in the checkpoint, None now"),
         ({"size": 12}, "number of training samples: 11 in the checkpoint, 12 now"),
@@ -129,7 +173,7 @@ def test_changed_settings_are_refused_with_both_values(tmp_path):
         with pytest.raises(ConfigError) as caught:
             list(trainer(tmp_path, resume_from_checkpoint="latest", **changes).train())
         assert message in str(caught.value)
-    free = dict(max_steps=6, logging_steps=2, save_steps=1, save_total_limit=4, progress=False)
+    free = {"max_steps": 6, "logging_steps": 2, "save_steps": 1, "save_total_limit": 4, "progress": False}
     assert len(list(trainer(tmp_path, resume_from_checkpoint="latest", **free).train())) == 1
 
 
@@ -151,7 +195,9 @@ DAMAGE = {"flip": flip, "truncate": truncate, "delete": Path.unlink}
 
 def test_damage_to_any_file_is_named_and_the_previous_checkpoint_taken(tmp_path, caplog):
     list(trainer(tmp_path / "run").train())
-    files = sorted(p.relative_to(tmp_path / "run") for p in (tmp_path / "run" / "checkpoint-12").rglob("*") if p.is_file())
+    files = sorted(
+        p.relative_to(tmp_path / "run") for p in (tmp_path / "run" / "checkpoint-12").rglob("*") if p.is_file()
+    )
     assert len(files) == 6
     for file in files:
         for name, damage in DAMAGE.items():
@@ -172,11 +218,13 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_taken(tmp_path,
 def test_resume_falls_back_and_ends_bit_equal(tmp_path):
     whole = trainer(tmp_path)
     list(whole.train())
-    flip(tmp_path / "checkpoint-12" / "networks" / "net.safetensors")
+    (tmp_path / "checkpoint-12" / "manifest.json").unlink()
     flip(tmp_path / "checkpoint-10" / "trainer.json")
     again = trainer(tmp_path, resume_from_checkpoint="latest")
     assert [e.step for e in again.train()] == list(range(6, 13))
     assert toys.same(everything(again), everything(whole))
+    assert [s for s, _ in checkpoints(tmp_path)] == [12, 10, 5]  # written again
+    assert len(list(tmp_path.glob("damaged-checkpoint-*"))) == 2  # and nothing thrown away
     for _, folder in checkpoints(tmp_path):
         flip(folder / "trainer.json")
     with pytest.raises(CheckpointError, match="none of checkpoint-12, checkpoint-10, checkpoint-5 verifies"):
@@ -220,15 +268,23 @@ def test_a_non_finite_step_updates_nothing_and_too_many_stop_the_run(tmp_path, b
     objective = toys.Regression(bad_steps=(4, 7, 8, 9, 10), bad=bad)
     run = trainer(tmp_path, objective, save_steps=2, save_total_limit=1, max_skipped_steps=3)
     seen = []
-    with pytest.raises(DivergenceError, match="step 11.*samples .*max_skipped_steps=3.*checkpoint-10 is the last checkpoint"):
+    with pytest.raises(
+        DivergenceError, match="step 11.*samples .*max_skipped_steps=3.*checkpoint-10 is the last checkpoint"
+    ):
         for entry in run.train():
             seen.append((entry, everything(run)))
     assert [e.step for e, _ in seen if e.skipped] == [5, 8, 9, 10]
-    assert toys.same(seen[4][1], seen[3][1]) and toys.same(seen[9][1], seen[6][1]) and not toys.same(seen[6][1], seen[5][1])
+    assert (
+        toys.same(seen[4][1], seen[3][1])
+        and toys.same(seen[9][1], seen[6][1])
+        and not toys.same(seen[6][1], seen[5][1])
+    )
     for entry, _ in seen:
         if entry.skipped:
             assert set(entry.sample_ids) == set(run.order.window(entry.step - 1).tolist())
             assert f"step {entry.step}: loss" in caplog.text and str(list(entry.sample_ids)) in caplog.text
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["skipped"]] == [5, 8, 9, 10, 11] and rows[-1]["sample_ids"]
     newest = latest_checkpoint(tmp_path)
     assert newest is not None and len(checkpoints(tmp_path)) == 1
     for file in newest.rglob("*.safetensors"):
@@ -339,7 +395,13 @@ def test_sigterm_saves_at_the_end_of_the_step_and_the_handler_comes_back(tmp_pat
 
 
 def _train_and_tell(folder: Path, told: Path) -> None:
-    settings = dict(save_steps=2, save_total_limit=2, max_steps=100_000, logging_steps=100, lr_scheduler="constant")
+    settings = {
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "max_steps": 100_000,
+        "logging_steps": 100,
+        "lr_scheduler": "constant",
+    }
     run = trainer(folder, resume_from_checkpoint="latest", **settings)
     with told.open("w") as file:
         for entry in run.train():
@@ -355,7 +417,7 @@ def test_kill_9_at_any_time_loses_at_most_save_steps(tmp_path):
         deadline = time.monotonic() + 20
         while not (told.exists() and told.read_text()) and time.monotonic() < deadline:
             time.sleep(0.005)
-        time.sleep(moments.uniform(0.0, 0.1))
+        time.sleep(moments.uniform(0.0, 0.25))
         child.kill()
         child.join()
         reached = int(told.read_text().split()[-1])
@@ -365,8 +427,8 @@ def test_kill_9_at_any_time_loses_at_most_save_steps(tmp_path):
         assert reached - found < 2 and found >= progress - 1  # nothing that was committed is lost
         assert child.exitcode == -signal.SIGKILL
         progress = max(progress, reached)
-    assert progress >= 20
-    settings = dict(max_steps=progress + 3, logging_steps=100, lr_scheduler="constant")
+    assert progress >= 10
+    settings = {"max_steps": progress + 3, "logging_steps": 100, "lr_scheduler": "constant"}
     whole = trainer(tmp_path / "whole", save_steps=1000, **settings)
     list(whole.train())
     resumed = trainer(tmp_path / "run", resume_from_checkpoint="latest", **(settings | {"save_steps": 2}))

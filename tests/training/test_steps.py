@@ -50,7 +50,7 @@ def full_windows(data: TensorData, size: int):
 def test_accumulation_equals_the_full_batch(tmp_path, batch, accumulation, size):
     data, net = toys.make_data(size, DOUBLE), toys.make_net(dtype=DOUBLE)
     objective = toys.Regression(toys.make_net(dtype=DOUBLE))
-    settings = dict(batch_size=batch, gradient_accumulation_steps=accumulation)
+    settings = {"batch_size": batch, "gradient_accumulation_steps": accumulation}
     logs = list(Trainer(objective, toys.config(tmp_path, **settings), data).train())
 
     def loss(name, window, step):
@@ -71,7 +71,7 @@ def test_the_mean_runs_over_the_objectives_own_units(tmp_path):
     nets = []
     for i, (batch, accumulation) in enumerate([(8, 1), (4, 2), (2, 4), (1, 8)]):
         objective = toys.TokenRegression(toys.make_net(dtype=DOUBLE))
-        settings = dict(batch_size=batch, gradient_accumulation_steps=accumulation)
+        settings = {"batch_size": batch, "gradient_accumulation_steps": accumulation}
         list(Trainer(objective, toys.config(tmp_path / str(i), **settings), data).train())
         nets.append(objective.net_)
     for net in nets[1:]:
@@ -91,11 +91,17 @@ def test_the_mean_runs_over_the_objectives_own_units(tmp_path):
 def test_two_networks_in_turns_equal_the_full_batch_loop_and_both_move(tmp_path, accumulation):
     data, objective, reference = toys.make_data(20, DOUBLE), toys.TwoNetworks(), toys.TwoNetworks()
     start = {n: toys.tensors(m) for n, m in objective.networks().items()}
-    settings = dict(batch_size=2, gradient_accumulation_steps=accumulation)
+    settings = {"batch_size": 2, "gradient_accumulation_steps": accumulation}
     trainer = Trainer(objective, toys.config(tmp_path, **settings), data)
     turns = [entry.turn for entry in trainer.train()]
     nets = dict(reference.networks())
-    by_hand(nets, 12, full_windows(data, 2 * accumulation), reference.turn, lambda n, w, s: reference.losses(n, *nets.values(), w[1]))
+    by_hand(
+        nets,
+        12,
+        full_windows(data, 2 * accumulation),
+        reference.turn,
+        lambda n, w, s: reference.losses(n, *nets.values(), w[1]),
+    )
     for name, module in objective.networks().items():
         close(module, nets[name])
         assert not toys.same(toys.tensors(module), start[name])
@@ -129,7 +135,9 @@ def test_phases_have_fresh_optimisers_and_frozen_copies(tmp_path):
     config = toys.config(tmp_path, max_steps=100, lr_scheduler="linear", batch_size=8)
     logs = list(Trainer(objective, config, data).train())
     assert [entry.phase for entry in logs] == ["fit"] * 5 + ["tune"] * 6
-    assert [entry.learning_rate for entry in logs] == [1e-2 * (1 - k / 5) for k in range(5)] + [1e-2 * (1 - k / 6) for k in range(6)]
+    assert [entry.learning_rate for entry in logs] == [1e-2 * (1 - k / 5) for k in range(5)] + [
+        1e-2 * (1 - k / 6) for k in range(6)
+    ]
     net, order = toys.make_net(3), DataOrder(0, 8, 8)
     for steps, offset in ((5, 0), (6, 5)):
         copy = toys.make_net(0)
@@ -206,7 +214,13 @@ def test_bad_losses_and_weights_are_refused(tmp_path):
             return "nte"
 
     for i, (kind, message) in enumerate(
-        [(Vector, r"shape \(2, 2\)"), (Detached, "requires_grad=False"), (Weightless, "not all 0"), (OtherLogs, "same names"), (Lost, "'nte'")]
+        [
+            (Vector, r"shape \(2, 2\)"),
+            (Detached, "requires_grad=False"),
+            (Weightless, "not all 0"),
+            (OtherLogs, "same names"),
+            (Lost, "'nte'"),
+        ]
     ):
         settings = toys.config(tmp_path / str(i), gradient_accumulation_steps=2)
         with pytest.raises(GenkitError, match=message):
@@ -246,6 +260,46 @@ def test_bfloat16_computes_low_keeps_weights_high_and_leaves_the_module_plain(tm
         Trainer(toys.Regression(), toys.config(tmp_path / "h", mixed_precision="fp16"), toys.make_data())
 
 
+def test_no_clipping_and_weight_decay_reach_the_update(tmp_path):
+    data, net = toys.make_data(8, DOUBLE), toys.make_net(dtype=DOUBLE)
+    objective = toys.Regression(toys.make_net(dtype=DOUBLE), noise=0.0)
+    settings = {"batch_size": 8, "max_grad_norm": None, "weight_decay": 0.3, "adam_beta1": 0.8, "adam_epsilon": 1e-3}
+    logs = list(Trainer(objective, toys.config(tmp_path, **settings), data).train())
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, betas=(0.8, 0.999), eps=1e-3, weight_decay=0.3)
+    for entry in logs:
+        optimizer.zero_grad()
+        (net(data.tensors["x"]) - data.tensors["y"]).square().mean().backward()
+        norm = torch.cat([p.grad.reshape(-1) for p in net.parameters()]).norm()
+        assert entry.grad_norm == pytest.approx(norm.item(), rel=1e-9) and entry.grad_norm > 1.0
+        optimizer.step()
+    close(objective.net_, net)
+
+
+def test_a_loss_scale_changes_nothing_but_the_overflowing_steps(tmp_path):
+    """The path of float16: a scaled backward pass, unscaled before clipping; an overflow only lowers the scale."""
+    runs, small = {}, toys.make_data()
+    data = TensorData({"x": small.tensors["x"], "y": 50 * small.tensors["y"]})
+    for name, scale in (("plain", None), ("scaled", 2.0**10), ("overflowing", 2.0**127)):
+        objective = toys.Regression(noise=0.0)
+        trainer = Trainer(objective, toys.config(tmp_path / name, max_skipped_steps=0, batch_size=10), data)
+        if scale is not None:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        runs[name] = (list(trainer.train()), toys.tensors(objective.net_), trainer)
+    for key, value in runs["plain"][1].items():
+        torch.testing.assert_close(runs["scaled"][1][key], value, rtol=1e-5, atol=1e-6)
+    logs, _, trainer = runs["overflowing"]
+    skipped = [entry.skipped for entry in logs]
+    assert skipped[0] and not skipped[-1] and skipped == sorted(skipped, reverse=True)
+    assert trainer.accelerator.scaler.get_scale() == 2.0 ** (127 - sum(skipped))
+    again = toys.config(
+        tmp_path / "overflowing", max_steps=13, resume_from_checkpoint="latest", max_skipped_steps=0, batch_size=10
+    )
+    resumed = Trainer(toys.Regression(noise=0.0), again, data)
+    resumed.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    assert [entry.skipped for entry in resumed.train()] == [False]
+    assert resumed.accelerator.scaler.get_scale() == trainer.accelerator.scaler.get_scale()
+
+
 def test_logs_are_one_row_a_logged_step_with_means_over_the_window(tmp_path):
     objective = toys.Regression(bad_steps=(4,))
     settings = toys.config(tmp_path, logging_steps=3, gradient_accumulation_steps=2, max_steps=11)
@@ -262,7 +316,11 @@ def test_logs_are_one_row_a_logged_step_with_means_over_the_window(tmp_path):
 
 
 def test_memory_does_not_grow_with_steps(tmp_path):
-    trainer = Trainer(toys.Regression(), toys.config(tmp_path, max_steps=400, logging_steps=50, save_steps=10_000, ema_decay=0.9), toys.make_data())
+    trainer = Trainer(
+        toys.Regression(),
+        toys.config(tmp_path, max_steps=400, logging_steps=50, save_steps=10_000, ema_decay=0.9),
+        toys.make_data(),
+    )
     trainer.objective.seen = Forgetful()
     counts = []
     for entry in trainer.train():
@@ -296,7 +354,10 @@ def test_the_world_must_have_the_size_that_was_asked_for(monkeypatch):
 
 
 def test_batches_and_windows_larger_than_the_data_are_refused_up_front(tmp_path):
-    for changes, message in [({"batch_size": 11}, "batch_size 11"), ({"gradient_accumulation_steps": 6}, "5 micro-batches")]:
+    for changes, message in [
+        ({"batch_size": 11}, "batch_size 11"),
+        ({"gradient_accumulation_steps": 6}, "5 micro-batches"),
+    ]:
         with pytest.raises(ConfigError, match=message):
             Trainer(toys.Regression(), toys.config(tmp_path, **changes), toys.make_data(10))
     with pytest.raises(ConfigError, match="device: cuda"):

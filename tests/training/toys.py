@@ -118,7 +118,14 @@ class TwoPhases(Objective):
 
 def config(output_dir: Path | str, **changes) -> TrainerConfig:
     """A quiet configuration of 12 steps on the CPU."""
-    values = dict(output_dir=str(output_dir), max_steps=12, save_steps=100, batch_size=2, learning_rate=1e-2, progress=False)
+    values = {
+        "output_dir": str(output_dir),
+        "max_steps": 12,
+        "save_steps": 100,
+        "batch_size": 2,
+        "learning_rate": 1e-2,
+        "progress": False,
+    }
     return TrainerConfig(**(values | {"device": "cpu", "logging_steps": 1} | changes))
 
 

@@ -31,7 +31,7 @@ for folder, out, options, seed in json.loads(sys.argv[1]):
     pipe.set_progress_bar_config(disable=True)
     pipe.write_samples(pipe(**options, generator=torch.Generator().manual_seed(seed)), out)
 """
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 class PipelineTesterMixin:

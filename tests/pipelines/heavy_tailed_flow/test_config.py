@@ -1,0 +1,70 @@
+"""Configurations, and the whole path from a configuration to a table."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from genkit.errors import ConfigError
+from genkit.metrics.results import read_rows
+from genkit.pipelines.heavy_tailed_flow.config import Config, build
+from genkit.pipelines.heavy_tailed_flow.evaluate import ARMS, arm_config, evaluate
+from genkit.training import load_config
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "heavy_tailed_flow"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model.widht=8", "width"),
+        ("clock.nuu=3.0", "nu"),
+        ("clock.nu=-1.0", "nu"),
+        ("clock.law=studentt", "student_t"),
+        ("data.holdout=1.5", "holdout"),
+        ("data.path=missing.csv", "missing.csv"),
+        ("coupling=ot", "coupling"),
+        ("model.class_conditional=true", "no labels"),
+        ("batch_size=100000", "100000"),
+    ],
+)
+def test_mistakes_are_named(override, message, tmp_path):
+    from genkit.training.trainer import Trainer
+
+    with pytest.raises(ConfigError, match=message):
+        config = load_config(CONFIGS / "returns.yaml", [override, f"output_dir={tmp_path}/run"], Config)
+        recipe = build(config)
+        next(iter(Trainer(recipe.objective, config, recipe.data).train()))
+
+
+def test_weights_depend_on_the_seed_alone():
+    first, again, other = (build(load_config(CONFIGS / "returns.yaml", [f"seed={s}"], Config)) for s in (0, 0, 1))
+    weights = [r.objective.denoiser.network.input.weight for r in (first, again, other)]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_every_arm_is_a_valid_configuration_of_equal_size():
+    for data in ("returns", "mixture2d"):
+        config = load_config(CONFIGS / f"{data}.yaml", [], Config)
+        sizes = {
+            sum(p.numel() for p in build(arm_config(config, arm, 0)).objective.denoiser.parameters())
+            for arm in ARMS[data]
+        }
+        assert len(sizes) == 1
+        assert len({arm_config(config, arm, 0).config_hash() for arm in ARMS[data]}) == len(ARMS[data])
+
+
+@pytest.mark.slow
+def test_evaluation_writes_each_row_once_and_the_table_from_them(tmp_path):
+    tiny = ["max_steps=20", "evaluation.seeds=2", "evaluation.num_samples=2000", "evaluation.num_inference_steps=2"]
+    config = load_config(CONFIGS / "returns.yaml", [*tiny, "warmup_steps=0"], Config)
+    table = evaluate(config, results_dir=tmp_path)
+    path = tmp_path / "heavy_tailed_flow" / "returns.jsonl"
+    rows = read_rows(path)
+    assert {(r.arm, r.seed) for r in rows if r.arm in ARMS["returns"]} == {
+        (a, s) for a in ARMS["returns"] for s in (0, 1)
+    }
+    assert {"pot_gpd", "multivariate_t", "historical_simulation"} <= {r.arm for r in rows}
+    before = path.read_bytes()
+    assert evaluate(config, results_dir=tmp_path) == table and path.read_bytes() == before
+    assert "| pot_gpd | 1 |" in table and "| rank | 2 |" in table
