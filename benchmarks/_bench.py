@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Ratio", "bench_line", "info_line", "interleaved", "one_thread", "ratio"]
+__all__ = ["Ratio", "bench_line", "info_line", "interleaved", "keep_memory", "one_thread", "ratio"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,20 @@ def one_thread() -> None:
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def keep_memory() -> None:
+    """Lets glibc keep freed memory for reuse.
+
+    By default it gives large blocks back to the system and faults them in again, at a cost that depends on the order
+    of all allocations (a bare forward pass may take 20 % more or less); then that is what a benchmark measures.
+    """
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
 def interleaved(functions: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:

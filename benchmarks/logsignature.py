@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from _bench import bench_line, interleaved, one_thread, ratio
 
+from genkit.data.stable import log_kanter
 from genkit.pipelines.heavy_tailed_flow.logsignature import clock_logsignature, logsignature
-from genkit.pipelines.heavy_tailed_flow.positive_stable import log_kanter
 
 BATCH = 4096
 GOALS = {"clock_path_d3_p65_vs_pysiglib": "<=0.6"}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from genkit.data.stable import positive_stable
+from genkit.data.stable import positive_stable, stable_tails
 from genkit.errors import ConfigError
 
 __all__ = ["StableMixture"]
@@ -181,17 +181,7 @@ def _positive_stable_sf(a: float, s: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _positive_stable_table(a: float) -> tuple[Tensor, Tensor]:
-    """log s and log P(S_a > s) on a grid, by quadrature over the angle of Kanter's formula.
-
-    Given the angle, S_a = e^g E^(-(1-a)/a), so P(S_a > s | angle) = 1 - exp(-(s e^-g)^(-a/(1-a))). Large values come
-    from angles near π, so the upper half of the angles is integrated on a logarithmic scale.
-    """
-    edges = torch.linspace(0.0, 1.0, 1001, dtype=torch.float64)
-    gap = 0.5 * torch.exp(-math.log(1e11) * edges)  # 1 - angle/π, from 1/2 to 5e-12
-    uniform = torch.cat(((edges[:-1] + edges[1:]) / 4.0, 1.0 - (gap[:-1] * gap[1:]).sqrt()))
-    weight = torch.cat((torch.full((1000,), 5e-4, dtype=torch.float64), gap[:-1] - gap[1:]))
-    log_unit = positive_stable(a, uniform, torch.ones_like(uniform)).log()
-    log_s = torch.linspace(-20.0, 16.0 / a, 2000, dtype=torch.float64)
-    exponent = torch.exp((-a / (1.0 - a) * (log_s.unsqueeze(1) - log_unit)).clamp(-700.0, 700.0))
-    sf = -torch.expm1(-exponent) @ weight
-    return log_s, sf.clamp(1e-300, 1.0).log()
+    """log s and log P(S_a > s) on a grid that reaches far into the power tail."""
+    log_s = torch.linspace(-20.0, 16.0 / a, 4000, dtype=torch.float64)
+    _, sf = stable_tails(log_s.numpy(), 2.0 * a)
+    return log_s, torch.from_numpy(sf).clamp(1e-300, 1.0).log()

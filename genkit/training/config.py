@@ -72,7 +72,7 @@ class TrainerConfig(ConfigPart):
     num_processes: Positive | None = Field(None, description="processes the run must have; null: as launched")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     compile: bool = False
-    progress: bool = True
+    progress: bool = Field(True, description="a bar on a terminal; TQDM_DISABLE=1 switches it off as well")
 
     def resolved(self) -> dict[str, Any]:
         """All keys with their values, defaults included, as plain JSON values."""

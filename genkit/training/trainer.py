@@ -32,7 +32,7 @@ from genkit.training.networks import TrainedNetwork, averaged_weights, set_turn
 from genkit.training.objective import Objective, Phase
 from genkit.training.optim import learning_rate
 from genkit.training.order import DataOrder
-from genkit.training.sharding import save_on_all, shard_suffix
+from genkit.training.sharding import is_sharded, save_on_all, shard_suffix
 from genkit.training.step_log import StepLog, divergence
 from genkit.training.stepping import Stepper, StepResult
 from genkit.training.trackers import StopSignal, Tracker, make_trackers
@@ -230,6 +230,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "samples": self.order.size,
             "world_size": self.accelerator.num_processes,
+            "sharded": is_sharded(self.accelerator),
             "config_hash": self.config.config_hash(),
             "frozen_hashes": {name: network.frozen_hash() for name, network in self.networks.items()},
             "scaler": None if scaler is None else scaler.state_dict(),
@@ -268,6 +269,8 @@ class Trainer:
         changed = changed_keys(data.config, self.config)
         if state["world_size"] != world:
             changed.append(f"number of processes: {state['world_size']} in the checkpoint, {world} now")
+        if state["sharded"] != is_sharded(self.accelerator):
+            changed.append(f"sharded by FSDP: {state['sharded']} in the checkpoint, {not state['sharded']} now")
         if state["samples"] != self.order.size:
             changed.append(f"number of training samples: {state['samples']} in the checkpoint, {self.order.size} now")
         if changed:

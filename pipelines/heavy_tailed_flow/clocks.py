@@ -38,8 +38,8 @@ from scipy import special
 from scipy.interpolate import CubicSpline
 from torch import Tensor
 
+from genkit.data.stable import log_kanter, stable_log_quantile, stable_tails
 from genkit.errors import ConfigError, nearest
-from genkit.pipelines.heavy_tailed_flow.positive_stable import log_kanter, stable_log_quantile, stable_tails
 from genkit.samplers.noise import Keys
 
 __all__ = ["Clock", "GaussianClock", "SplicedClock", "StableClock", "StudentTClock", "count_replaced"]

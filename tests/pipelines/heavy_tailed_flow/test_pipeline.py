@@ -157,3 +157,18 @@ def test_wrong_clock_in_a_saved_denoiser_is_refused(tmp_path):
         ClockDenoiser(2, config["clock"], depth=4, width=16, blocks=1).load_state_dict(
             untrained().denoiser.state_dict()
         )
+
+
+def test_a_pipeline_saved_by_an_earlier_version_still_loads_and_gives_its_samples():
+    """Module paths, file names and the noise are a file format; see tests/fixtures/make_pipeline_fixture.py."""
+    from pathlib import Path
+
+    from genkit.serialization import load_tensors
+
+    fixtures = Path(__file__).resolve().parents[2] / "fixtures"
+    pipe = genkit.load(fixtures / "heavy_tailed_flow")
+    pipe.set_progress_bar_config(disable=True)
+    output = pipe(8, 4, solver="heun", generator=seeded())
+    stored = load_tensors(fixtures / "heavy_tailed_flow_samples.safetensors")
+    torch.testing.assert_close(output.samples, stored["samples"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(output.clocks, stored["clocks"], rtol=1e-9, atol=0)
