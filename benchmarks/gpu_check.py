@@ -3,9 +3,8 @@
     python benchmarks/gpu_check.py
 
 Each part prints ``OK``, ``FAILED`` (with the difference) or ``SKIPPED`` (with what is missing), and BENCH lines
-last. It ends
-in at most 8 minutes. Without a CUDA device every part is skipped by name and the exit status is 0; a failed part
-gives 1.
+last. It ends in at most 8 minutes. Without a CUDA device every part is skipped by name and the exit status is 0; a
+failed part gives 1.
 """
 
 from __future__ import annotations
@@ -68,10 +67,10 @@ def keyed_noise() -> Iterator[str]:
 class _Denoiser(torch.nn.Module):
     prediction_type = "v_prediction"
 
-    def __init__(self, channels: int, width: int, depth: int) -> None:
+    def __init__(self, channels: int, width: int, blocks: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = ConditionalMLP(channels, width=width, depth=depth)
+        self.network = ConditionalMLP(channels, width=width, blocks=blocks)
         torch.nn.init.normal_(self.network.output.weight, std=0.02)
 
     def forward(self, x: torch.Tensor, t: torch.Tensor, cond: object = None) -> torch.Tensor:

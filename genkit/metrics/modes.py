@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from genkit.errors import ConfigError
 from genkit.metrics.tails import finite_values
 
 __all__ = ["ModeCoverage", "mode_coverage"]
@@ -48,12 +49,12 @@ def mode_coverage(
         Coverage of the finite samples; with none in any mode the proportions are 0 and the total variation is 1.
     """
     if samples.ndim != 2 or centres.ndim != 2 or samples.shape[1] != centres.shape[1] or len(weights) != len(centres):
-        raise ValueError(
+        raise ConfigError(
             f"expected samples (n, d), centres (K, d) and weights (K,), got {tuple(samples.shape)}, "
             f"{tuple(centres.shape)} and {tuple(weights.shape)}"
         )
     if not radius > 0.0 or not bool((weights > 0).all()):
-        raise ValueError(f"radius and weights must be positive, got {radius!r} and {weights.tolist()}")
+        raise ConfigError(f"radius and weights must be positive, got {radius!r} and {weights.tolist()}")
     rows, nonfinite = finite_values(samples)
     target = weights.to(torch.float64) / weights.to(torch.float64).sum()
     distance, nearest = torch.cdist(rows, centres.to(torch.float64)).min(dim=1)

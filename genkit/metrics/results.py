@@ -20,7 +20,8 @@ class ResultRow:
 
     Args:
         method, arm, setting: which method, which variant of it (or baseline), and how it was measured.
-        config_hash: of the configuration that decides the arm's weights, with its seed.
+        config_hash: of the configuration that decides the arm's weights, with its seed; of the data alone for a
+            baseline that has none.
         seed: of training and sampling.
         metric, value: what was measured.
         n: how many samples or days the value is computed from.

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from genkit.errors import ConfigError
+
 __all__ = [
     "ChristoffersenTest",
     "TestResult",
@@ -34,7 +36,13 @@ __all__ = [
 
 def _check_level(level: float) -> None:
     if not 0.5 <= level < 1.0:
-        raise ValueError(f"level must lie in [0.5, 1), got {level!r}; one-day risk uses 0.975 and 0.99")
+        raise ConfigError(f"level must lie in [0.5, 1), got {level!r}; one-day risk uses 0.975 and 0.99")
+
+
+def _check_days(**series: Tensor) -> None:
+    if len({tuple(values.shape) for values in series.values()}) > 1:
+        shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in series.items())
+        raise ConfigError(f"losses and forecasts must be of the same days, got {shapes}")
 
 
 def value_at_risk_and_shortfall(returns: Tensor, level: float) -> tuple[Tensor, Tensor]:
@@ -51,7 +59,7 @@ def value_at_risk_and_shortfall(returns: Tensor, level: float) -> tuple[Tensor, 
         VaR and ES, float64 (\\*).
 
     Raises:
-        ValueError: no returns, a non-finite one (counted), or a level outside its range.
+        ConfigError: no returns, a non-finite one (counted), or a level outside its range.
 
     Reference: Acerbi, Tasche, "On the coherence of expected shortfall", J. Banking Finance 2002, equation 4.
     """
@@ -59,7 +67,7 @@ def value_at_risk_and_shortfall(returns: Tensor, level: float) -> tuple[Tensor, 
     n = returns.shape[-1] if returns.ndim else 0
     bad = int((~torch.isfinite(returns)).sum())
     if n == 0 or bad:
-        raise ValueError(f"VaR and ES need finite returns along the last dimension; got n = {n} with {bad} non-finite")
+        raise ConfigError(f"VaR and ES need finite returns along the last dimension; got n = {n} with {bad} non-finite")
     rank = math.ceil(n * level - 1e-9)
     top = torch.topk(-returns, n - rank + 1, dim=-1).values.to(torch.float64)  # the last one is loss_(rank)
     var = top[..., -1]
@@ -97,7 +105,7 @@ def _bernoulli(failures: float, successes: float, p: float) -> float:
 
 def _violations(violations: Tensor) -> Tensor:
     if violations.ndim != 1 or violations.dtype != torch.bool or len(violations) < 2:
-        raise ValueError(
+        raise ConfigError(
             f"violations must be a bool tensor (n,) with n >= 2 (losses > value at risk), got "
             f"{violations.dtype} {tuple(violations.shape)}"
         )
@@ -167,6 +175,7 @@ def quantile_score(losses: Tensor, var: Tensor, level: float) -> Tensor:
     Reference: Koenker, Bassett, "Regression quantiles", Econometrica 1978.
     """
     _check_level(level)
+    _check_days(losses=losses, var=var)
     losses, var = losses.to(torch.float64), var.to(torch.float64)
     return ((losses <= var).to(torch.float64) - level) * (var - losses)
 
@@ -179,16 +188,17 @@ def fz0_score(losses: Tensor, var: Tensor, es: Tensor, level: float) -> Tensor:
     Its expectation is lowest at the true pair; differences do not depend on the unit of the returns.
 
     Raises:
-        ValueError: an ES that is not positive or lies below its VaR (counted).
+        ConfigError: an ES that is not positive or lies below its VaR (counted).
 
     Reference: Patton, Ziegel, Chen, "Dynamic semiparametric models for expected shortfall (and value-at-risk)",
     J. Econometrics 2019, equation 6, with losses for returns; Fissler, Ziegel, Ann. Stat. 2016.
     """
     _check_level(level)
+    _check_days(losses=losses, var=var, es=es)
     losses, var, es = losses.to(torch.float64), var.to(torch.float64), es.to(torch.float64)
     wrong = int((~((es > 0) & (es >= var * (1.0 - 1e-9)))).sum())
     if wrong:
-        raise ValueError(f"{wrong} of {es.numel()} forecasts have ES <= 0 or ES < VaR; FZ0 needs 0 < ES and VaR <= ES")
+        raise ConfigError(f"{wrong} of {es.numel()} forecasts have ES <= 0 or ES < VaR; FZ0 needs 0 < ES and VaR <= ES")
     excess = torch.where(losses > var, losses - var, 0.0)
     return excess / ((1.0 - level) * es) + var / es + es.log() - 1.0
 
@@ -211,6 +221,7 @@ def es_residual_test(
     Reference: McNeil, Frey, "Estimation of tail-related risk measures for heteroscedastic financial time series",
     J. Empirical Finance 2000, section 4.2.
     """
+    _check_days(losses=losses, var=var, es=es)
     hit = losses > var
     residual = ((losses - es) / es).to(torch.float64)[hit]
     m = len(residual)
@@ -239,13 +250,15 @@ def diebold_mariano(scores_a: Tensor, scores_b: Tensor, lags: int | None = None)
     Reference: Diebold, Mariano, "Comparing predictive accuracy", J. Bus. Econ. Stat. 1995.
     """
     if scores_a.shape != scores_b.shape or scores_a.ndim != 1 or len(scores_a) < 10:
-        raise ValueError(
+        raise ConfigError(
             f"expected two score series (n,) of the same n >= 10 days, got {tuple(scores_a.shape)} and "
             f"{tuple(scores_b.shape)}"
         )
     d = (scores_a - scores_b).to(torch.float64)
     n = len(d)
     width = int(4.0 * (n / 100.0) ** (2.0 / 9.0)) if lags is None else lags
+    if not 0 <= width < n:
+        raise ConfigError(f"lags must lie in [0, {n}), the number of days, got {lags!r}")
     centred = d - d.mean()
     gamma = [float((centred[j:] * centred[: n - j]).sum()) / n for j in range(width + 1)]
     omega = gamma[0] + 2.0 * sum((1.0 - j / (width + 1.0)) * gamma[j] for j in range(1, width + 1))

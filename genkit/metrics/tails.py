@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from genkit.errors import ConfigError
+
 __all__ = [
     "EcfEstimate",
     "ExceedanceCurve",
@@ -50,15 +52,15 @@ def finite_values(x: Tensor, name: str = "samples") -> tuple[Tensor, int]:
         name: what the warning and the errors call them.
 
     Raises:
-        ValueError: x has no finite value, or another number of dimensions.
+        ConfigError: x has no finite value, or another number of dimensions.
     """
     if x.ndim not in (1, 2):
-        raise ValueError(f"{name} must have shape (n,) or (n, d), got {tuple(x.shape)}")
+        raise ConfigError(f"{name} must have shape (n,) or (n, d), got {tuple(x.shape)}")
     values = x.detach().to(torch.float64)
     finite = torch.isfinite(values) if x.ndim == 1 else torch.isfinite(values).all(dim=1)
     bad = int((~finite).sum())
     if bad == len(x):
-        raise ValueError(f"{name} hold no finite value ({bad} of {len(x)} are NaN or infinite)")
+        raise ConfigError(f"{name} hold no finite value ({bad} of {len(x)} are NaN or infinite)")
     if bad:
         warnings.warn(
             f"{bad} of {len(x)} {name} are NaN or infinite; the estimate uses the other {len(x) - bad}", stacklevel=3
@@ -68,7 +70,7 @@ def finite_values(x: Tensor, name: str = "samples") -> tuple[Tensor, int]:
 
 def _column(x: Tensor, name: str = "samples") -> tuple[Tensor, int]:
     if x.ndim != 1:
-        raise ValueError(
+        raise ConfigError(
             f"{name} must be one column of shape (n,), got {tuple(x.shape)}; pass a coordinate or a radius"
         )
     return finite_values(x, name)
@@ -77,7 +79,7 @@ def _column(x: Tensor, name: str = "samples") -> tuple[Tensor, int]:
 def _excesses(x: Tensor, side: str) -> Tensor:
     """The values whose upper tail is asked for, largest first."""
     if side not in _SIDES:
-        raise ValueError(f"side must be one of {', '.join(_SIDES)}, got {side!r}")
+        raise ConfigError(f"side must be one of {', '.join(_SIDES)}, got {side!r}")
     signed = {"both": x.abs(), "upper": x, "lower": -x}[side]
     return signed.sort(descending=True).values
 
@@ -108,15 +110,15 @@ def hill(x: Tensor, *, k: int | None = None, fraction: float | None = None, side
         The estimate; ``inf`` when the k+1 largest values are all equal.
 
     Raises:
-        ValueError: not exactly one of ``k`` and ``fraction``, k outside [1, n), or a (k+1)-th value that is not > 0.
+        ConfigError: not exactly one of ``k`` and ``fraction``, k outside [1, n), or a (k+1)-th value that is not > 0.
 
     Reference: Hill, "A simple general approach to inference about the tail of a distribution", Ann. Stat. 1975.
     """
     values, nonfinite = _column(x)
     if (k is None) == (fraction is None):
-        raise ValueError(f"give exactly one of k and fraction, got k={k!r} and fraction={fraction!r}")
+        raise ConfigError(f"give exactly one of k and fraction, got k={k!r} and fraction={fraction!r}")
     if fraction is not None and not 0.0 < fraction < 1.0:
-        raise ValueError(f"fraction must lie in (0, 1), got {fraction!r}")
+        raise ConfigError(f"fraction must lie in (0, 1), got {fraction!r}")
     count = max(1, int(fraction * len(values))) if fraction is not None else int(k or 0)
     plot = _hill_curve(_excesses(values, side), count)
     index = float(plot[-1])
@@ -126,9 +128,9 @@ def hill(x: Tensor, *, k: int | None = None, fraction: float | None = None, side
 def _hill_curve(ordered: Tensor, top: int) -> Tensor:
     """α̂ at k = 1 … top, (top,), from values in descending order."""
     if not 1 <= top < len(ordered):
-        raise ValueError(f"k must be at least 1 and below the {len(ordered)} finite values, got {top}")
+        raise ConfigError(f"k must be at least 1 and below the {len(ordered)} finite values, got {top}")
     if float(ordered[top]) <= 0.0:
-        raise ValueError(
+        raise ConfigError(
             f"Hill's estimator needs positive values: number {top + 1} is {float(ordered[top]):g}; lower k"
         )
     logs = ordered[: top + 1].log()
@@ -151,7 +153,7 @@ def hill_plot(x: Tensor, *, max_fraction: float = 0.1, side: str = "both") -> Hi
     """Hill's estimates for every k up to ``max_fraction`` of n: a flat stretch is where the index can be read."""
     values, nonfinite = _column(x)
     if not 0.0 < max_fraction < 1.0:
-        raise ValueError(f"max_fraction must lie in (0, 1), got {max_fraction!r}")
+        raise ConfigError(f"max_fraction must lie in (0, 1), got {max_fraction!r}")
     curve = _hill_curve(_excesses(values, side), max(1, int(max_fraction * len(values))))
     k = torch.arange(1, len(curve) + 1)
     return HillPlot(k, curve, curve / k.to(torch.float64).sqrt(), len(values), nonfinite)
@@ -174,7 +176,7 @@ def quantile_ratio(
 def _upper_quantile(x: Tensor, level: float, side: str) -> float:
     """The value with floor(n (1 - level)) values above it."""
     if not 0.0 < level < 1.0:
-        raise ValueError(f"levels must lie in (0, 1), got {level!r}")
+        raise ConfigError(f"levels must lie in (0, 1), got {level!r}")
     above = math.floor(len(x) * (1.0 - level) + 1e-9)
     return float(_excesses(x, side)[above]) if above >= 1 else math.nan
 
@@ -207,7 +209,7 @@ def tail_ks(samples: Tensor, reference: Tensor, level: float = 0.95, side: str =
     b, _ = _column(reference, "reference values")
     threshold = _upper_quantile(b, level, side)
     if math.isnan(threshold):
-        raise ValueError(f"{len(b)} reference values have none above the {level} quantile; lower level or pass more")
+        raise ConfigError(f"{len(b)} reference values have none above the {level} quantile; lower level or pass more")
     tail_a, tail_b = (values[values > threshold] for values in (_excesses(a, side), _excesses(b, side)))
     rates = len(tail_a) / len(a), len(tail_b) / len(b)
     return TailKS(_ks_distance(tail_a, tail_b), *rates, rates[0] - rates[1], threshold, len(tail_a), len(tail_b), bad)
@@ -265,11 +267,11 @@ def ecf_tail_index(x: Tensor, frequencies: Sequence[float] = (0.2, 0.3, 0.45, 0.
     """
     values, nonfinite = _column(x)
     if len(frequencies) < 2:
-        raise ValueError(f"at least two frequencies are needed to fit a slope, got {len(frequencies)}")
+        raise ConfigError(f"at least two frequencies are needed to fit a slope, got {len(frequencies)}")
     ordered = values.sort().values
     spread = float(ordered[(3 * len(ordered)) // 4] - ordered[len(ordered) // 4]) / 2.0
     if spread <= 0.0:
-        raise ValueError("the interquartile range of the samples is zero; the law has no scale to fit")
+        raise ConfigError("the interquartile range of the samples is zero; the law has no scale to fit")
     k = torch.tensor(frequencies, dtype=torch.float64)
     phase = k.unsqueeze(1) * ((values - ordered[len(ordered) // 2]) / spread)
     modulus = torch.hypot(phase.cos().mean(dim=1), phase.sin().mean(dim=1))
@@ -304,7 +306,7 @@ class RobustWhitening:
         centre = rows.median(dim=0).values
         spread = _mad(rows)
         if not bool((spread > 0).all()):
-            raise ValueError(
+            raise ConfigError(
                 f"columns {(spread <= 0).nonzero().flatten().tolist()} have zero median absolute deviation"
             )
         unit = (rows - centre) / spread
@@ -352,7 +354,7 @@ def bootstrap_interval(
     Reference: Efron, Tibshirani, "An introduction to the bootstrap", 1993, chapter 13.
     """
     if len(x) == 0 or resamples < 2 or not 0.0 < coverage < 1.0:
-        raise ValueError(
+        raise ConfigError(
             f"bootstrap needs samples, at least 2 resamples and a coverage in (0, 1); got {len(x)}, {resamples} "
             f"and {coverage}"
         )

@@ -7,11 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
+from genkit.models.precision import FixedPrecision
+
 __all__ = ["ConditionalMLP", "FourierTimeEmbedding"]
 
 
-class FourierTimeEmbedding(nn.Module):
-    """t ↦ (cos 2π f_k t, sin 2π f_k t) with f_k geometric from ¼ to ``max_frequency``; computed in float32.
+class FourierTimeEmbedding(FixedPrecision):
+    """t ↦ (cos 2π f_k t, sin 2π f_k t) with f_k geometric from ¼ to ``max_frequency``; float32 in any network.
 
     Args:
         channels: number of outputs, even.
@@ -61,12 +63,12 @@ class ConditionalMLP(nn.Module):
         channels: size of x and of the output, (B, channels).
         cond_channels: size of the condition vector (0 for none).
         width: hidden width.
-        depth: number of residual blocks.
+        blocks: number of residual blocks.
         num_classes: number of class labels (0 for none); label ``num_classes`` is the null label of guidance.
     """
 
     def __init__(
-        self, channels: int, cond_channels: int = 0, width: int = 128, depth: int = 3, num_classes: int = 0
+        self, channels: int, cond_channels: int = 0, width: int = 128, blocks: int = 3, num_classes: int = 0
     ) -> None:
         super().__init__()
         self.time = FourierTimeEmbedding(32)
@@ -75,7 +77,7 @@ class ConditionalMLP(nn.Module):
         )
         self.classes = nn.Embedding(num_classes + 1, 32 + cond_channels) if num_classes else None
         self.input = nn.Linear(channels, width)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, channels)
         nn.init.zeros_(self.output.weight)
@@ -88,6 +90,7 @@ class ConditionalMLP(nn.Module):
         told = self.time(t)
         if condition is not None:
             told = torch.cat((told, condition.to(told.dtype)), dim=-1)
+        told = told.to(self.output.weight.dtype)
         if self.classes is not None and class_labels is not None:
             told = told + self.classes(class_labels)
         told = self.condition(told)

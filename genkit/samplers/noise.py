@@ -48,14 +48,14 @@ def philox4x32(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor
         ``6627e8d5 e169c58d bc57ac4c 9b00dbd8``.
     """
     c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(_ROUNDS):
+    round_number = torch.arange(_ROUNDS, device=key[0].device)
+    keys0, keys1 = (((k.unsqueeze(-1) + w * round_number) & _MASK).unbind(-1) for k, w in zip(key, _WEYL, strict=True))
+    for k0, k1 in zip(keys0, keys1, strict=True):
         # 64-bit products (wrapping keeps all bits); c1 and c3 carry their upper halves along until the next mask
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         c0 = ((product1 >> 32) ^ (c1 ^ k0)) & _MASK
         c2 = ((product0 >> 32) ^ (c3 ^ k1)) & _MASK
         c1, c3 = product1, product0
-        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 

@@ -279,15 +279,16 @@ class UniPCSolver(ChainSolver):
         at_2, at_1, at_t, at_s = (chain.level(distinct(time)) for time in (t_2, t_1, t, s))
         rho_1, rho_2 = _corrector_weights(at_2, at_1, at_t)
         rho_1 = rho_1 + _extrapolation(at_2, at_1, at_t)
-        gain = at_1.exponential_to(at_t)[1]
-        gain = torch.where(torch.isnan(gain), 0.0, gain)
-        one = torch.ones_like(gain)
-        corrected = linear_combination(
-            (one, x), (gain * rho_2, clean), (-gain * (rho_1 + rho_2), clean_1), (gain * rho_1, clean_2)
-        )
         weight = _extrapolation(at_1, at_t, at_s)
         kept, gain = at_t.exponential_to(at_s)
-        x_s = linear_combination((kept, corrected), (gain * (1.0 + weight), clean), (-gain * weight, clean_1))
+        moved = at_1.exponential_to(at_t)[1] * kept  # what the correction of x_t adds to x_s
+        moved = torch.where(torch.isnan(moved), 0.0, moved)
+        x_s = linear_combination(
+            (kept, x),
+            (gain * (1.0 + weight) + moved * rho_2, clean),
+            (-gain * weight - moved * (rho_1 + rho_2), clean_1),
+            (moved * rho_1, clean_2),
+        )
         return x_s, SolverState((output, t, x), None, (clean, clean_1, t.expand(chain.batch), t_1))
 
 

@@ -125,7 +125,8 @@ def rollout(
     walk.network_dtype = result_dtype if result_dtype in (torch.float16, torch.bfloat16) else None
     x = _map(x, lambda v: v.float() if v.dtype in (torch.float16, torch.bfloat16) else v)
     state = solver.init(x)
-    trajectory, log_probs = [x] if return_trajectory else None, [] if return_log_probs else None
+    trajectory = [x] if return_trajectory else None
+    log_probs: list[Tensor] | None = [] if return_log_probs else None
     for step in _progress(len(grid) - 1, progress):
         with torch.set_grad_enabled(recording and step >= first):
             x, state = walk.advance(step, x, state)
@@ -321,8 +322,7 @@ def _start(
     if (x is None) == (shape is None):
         got = "neither" if x is None else "both"
         raise ConfigError(f"give either x (a state to start from) or shape=(B, *) to draw one; got {got}")
-    by_field = isinstance(shape, Mapping)
-    batch = _batch_of(x) if shape is None else next(iter(shape.values()))[0] if by_field else shape[0]
+    batch = _batch_of(x) if shape is None else _first(shape)[0]
     device = _device_of(x) if x is not None else next(iter((context or {}).values()), torch.empty(0)).device
     if isinstance(generator, Keys):
         if len(generator) != batch:
@@ -333,7 +333,7 @@ def _start(
     _check_batch("context", context, batch)
     _check_batch("cond", cond, batch)
     if x is None:
-        one = {name: tuple(part[1:]) for name, part in shape.items()} if by_field else tuple(shape[1:])
+        one = _map(shape, lambda sizes: tuple(sizes[1:]))
         x = scheduler.prior(keys.at(purpose="latents"), one, context)
     return x, keys
 
@@ -369,11 +369,11 @@ def _progress(n: int, show: bool) -> Any:
     return tqdm(range(n), desc="sampling")
 
 
-def _map(x: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map(x: Any, change: Callable[[Any], Any]) -> Any:
     return {name: change(value) for name, value in x.items()} if isinstance(x, Mapping) else change(x)
 
 
-def _first(x: Any) -> Tensor:
+def _first(x: Any) -> Any:
     return next(iter(x.values())) if isinstance(x, Mapping) else x
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from genkit.data.returns import MarketReturns
+from genkit.errors import ConfigError
 from genkit.metrics.risk import christoffersen, es_residual_test, fz0_score, kupiec, quantile_score
 from genkit.pipelines.heavy_tailed_flow.baselines.classical import (
     FilteredHistoricalSimulation,
@@ -75,7 +76,7 @@ def forecast_risk(law: RiskModel | Tensor, scale: Tensor, names: Sequence[str], 
     """
     if isinstance(law, Tensor):
         if law.ndim != 2 or law.shape[1] != scale.shape[1]:
-            raise ValueError(f"expected samples (n, {scale.shape[1]}), one column per asset, got {tuple(law.shape)}")
+            raise ConfigError(f"expected samples (n, {scale.shape[1]}), one column per asset, got {tuple(law.shape)}")
         law = FilteredHistoricalSimulation.fit(law)
     _, weights = portfolio_weights(names)
     risks = [law.var_es(w * scale.to(torch.float64), level) for w in weights]
@@ -114,7 +115,7 @@ class BacktestRow:
 def score_forecast(forecast: RiskForecast, returns: Tensor, names: Sequence[str]) -> list[BacktestRow]:
     """Scores and tests of a forecast against the realised returns (T, d) in percent, one row per portfolio."""
     if forecast.var.shape[0] != len(returns):
-        raise ValueError(
+        raise ConfigError(
             f"the forecast has {forecast.var.shape[0]} days and the returns {len(returns)}; they must agree"
         )
     titles, weights = portfolio_weights(names)

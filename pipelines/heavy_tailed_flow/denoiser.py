@@ -49,17 +49,24 @@ class DataTransform(FixedPrecision):
         scale, the median absolute deviation of all coordinates) or ``"none"``.
 
         Raises:
-            ConfigError: NaN or infinite rows (counted), fewer rows than columns, an unknown kind, no spread.
+            ConfigError: NaN or infinite rows (counted), fewer rows than columns, another number of columns than the
+                network's, an unknown kind, no spread, or columns that determine one another.
         """
-        _check_data(data)
         data = data.to(torch.float64)
+        _check_data(data, len(self.location))
         if kind == "whiten":
             location = data.mean(dim=0)
-            factor = torch.linalg.cholesky(torch.cov(data.T).reshape(data.shape[1], data.shape[1]))
+            factor = _cholesky(torch.cov(data.T).reshape(data.shape[1], data.shape[1]))
         elif kind == "mad":
             location = data.median(dim=0).values
             # 0.6745 is the median of |N(0, 1)|
-            factor = torch.eye(data.shape[1], dtype=data.dtype) * ((data - location).abs().median() / 0.6745)
+            spread = (data - location).abs().median() / 0.6745
+            if not spread > 0:
+                raise ConfigError(
+                    "transform='mad': more than half of the numbers equal their column's median, so the spread is 0; "
+                    "use 'whiten' or 'none'"
+                )
+            factor = torch.eye(data.shape[1], dtype=data.dtype) * spread
         elif kind == "none":
             location, factor = torch.zeros_like(data[0]), torch.eye(data.shape[1], dtype=data.dtype)
         else:
@@ -111,6 +118,11 @@ class ConditionalScale(FixedPrecision):
         samples' tail index is the clock's, whatever law it is drawn from.
         """
         radius = standardised.to(torch.float64).norm(dim=1)
+        if not float(torch.quantile(radius, 0.01)) > 0:
+            raise ConfigError(
+                "coupling='rank' orders the data by size, but at least 1 % of them have size 0 in standardised units; "
+                "use coupling='independent', or leave the zeros to a model of their own"
+            )
         end = 1.0 - min(0.05, _TAIL_COUNT / len(radius))
         logits = torch.linspace(math.log(0.01 / 0.99), math.log(end / (1.0 - end)), len(self.log_clock) - 1)
         u = torch.sigmoid(logits.to(torch.float64))
@@ -144,7 +156,7 @@ class ClockDenoiser(ModelMixin, ConfigMixin):
         clock: the training law, as ``Clock.to_dict()``.
         grid: number of cells of the clock path.
         depth: depth of its log-signature.
-        path_feature: ``"logsignature"`` or ``"terminal"`` (log A only).
+        path_feature: ``"logsignature"`` or ``"terminal"`` (functions of A alone).
         width, blocks: size of the network.
         num_classes: number of class labels, 0 for none.
         coupling: how clocks and data were paired in training: ``"independent"`` or ``"rank"``.
@@ -203,7 +215,7 @@ class ClockDenoiser(ModelMixin, ConfigMixin):
         if cond is None or "clock" not in cond or "features" not in cond:
             raise ConfigError(f"ClockDenoiser needs cond with 'clock' and 'features'; got {sorted(cond or {})}")
         c_skip, c_out, c_in = (expand_as(c, x) for c in self.coefficients(t, cond["clock"]))
-        inner = self.network(soft_clip(c_in * x), t, cond["features"], cond.get("class_labels"))
+        inner = self.network(soft_clip(c_in * x).to(self.dtype), t, cond["features"], cond.get("class_labels"))
         return c_skip * x + c_out * inner.to(x.dtype)
 
 
@@ -213,9 +225,23 @@ def soft_clip(x: Tensor, limit: float = 3.0) -> Tensor:
     return torch.where(size <= limit, x, x.sign() * (limit + torch.log1p((size - limit).clamp(min=0.0))))
 
 
-def _check_data(data: Tensor) -> None:
+def _cholesky(covariance: Tensor) -> Tensor:
+    """The lower Cholesky factor; a column that the ones before it determine is a `ConfigError`, not a huge inverse."""
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    share = factor.diagonal() / covariance.diagonal().sqrt()  # of each column's deviation, what is its own
+    if bool(failed) or float(share.min()) < 1e-6:
+        raise ConfigError(
+            "transform='whiten': the training data's columns determine one another (a singular covariance); leave the "
+            "repeated column out, or use transform='mad'"
+        )
+    return factor
+
+
+def _check_data(data: Tensor, channels: int) -> None:
     if data.ndim != 2 or len(data) <= data.shape[-1]:
         raise ConfigError(f"training data has shape {tuple(data.shape)}; expected (n, d) with n > d")
+    if data.shape[1] != channels:
+        raise ConfigError(f"training data has {data.shape[1]} columns, the network {channels} channels")
     bad = int((~torch.isfinite(data)).any(dim=1).sum())
     if bad:
         raise ConfigError(

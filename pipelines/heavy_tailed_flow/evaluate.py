@@ -18,12 +18,14 @@ from torch import Tensor
 
 from genkit.data.mixtures import StableMixture
 from genkit.data.returns import MarketReturns
+from genkit.errors import GenkitError
 from genkit.metrics.modes import mode_coverage
 from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
 from genkit.metrics.tails import RobustWhitening, compare_tails, hill
 from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, classical_forecasts
 from genkit.pipelines.heavy_tailed_flow.config import Config, ReturnsData, build
 from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
+from genkit.serialization import canonical_hash
 
 __all__ = ["ARMS", "evaluate", "sample_arm", "train_arm"]
 
@@ -54,7 +56,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
     path = Path(results_dir) / METHOD / f"{config.data.name}.jsonl"
     if not table_only:
         _run_missing(config, path)
-    rows = [row for row in read_rows(path) if row.setting == _setting(config)]
+    rows = [row for row in read_rows(path) if row.setting == _setting(config) and row.config_hash in _hashes(config)]
     return "\n\n".join(_tables(config, rows))
 
 
@@ -91,6 +93,19 @@ def sample_arm(pipe: HeavyTailedFlowPipeline, config: Config, seed: int, **optio
     return torch.as_tensor(output[0]).to(torch.float64)
 
 
+def _data_hash(config: Config) -> str:
+    """What the rows of baselines without a seed depend on."""
+    return canonical_hash(config.data.model_dump(mode="json"))
+
+
+def _hashes(config: Config) -> set[str]:
+    """Of the rows that belong to this configuration: those of an older one are not averaged in."""
+    seeds = range(config.evaluation.seeds)
+    return {arm_config(config, arm, seed).config_hash() for arm in ARMS[config.data.name] for seed in seeds} | {
+        _data_hash(config)
+    }
+
+
 def _setting(config: Config) -> str:
     run = config.evaluation
     return f"{run.solver}-{run.num_inference_steps}, n={run.num_samples}"
@@ -105,17 +120,27 @@ def _run_missing(config: Config, path: Path) -> None:
         for arm in ARMS[config.data.name]:
             if (arm, seed, arm_config(config, arm, seed).config_hash(), setting) not in done:
                 jobs.append((arm, seed))
-    if isinstance(config.data, ReturnsData) and ("historical_simulation", 0) not in {(a, s) for a, s, _, _ in done}:
-        append_rows(path, _classical_rows(config.data, _setting(config)))
+    if isinstance(config.data, ReturnsData) and ("historical_simulation", 0, _data_hash(config), setting) not in done:
+        append_rows(path, _classical_rows(config))
     print(f"{len(jobs)} rows to train and measure, about {len(jobs) * config.evaluation.minutes / 60:.1f} core-hours")
     if not jobs:
         return
     workers = min(config.evaluation.workers, len(jobs))
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(_measure_arm, config.resolved(), arm, seed): (arm, seed) for arm, seed in jobs}
+        failed = []
         for future in as_completed(futures):
+            name = "{} seed {}".format(*futures[future])
+            if (error := future.exception()) is not None:  # the rows of the others are kept
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+                continue
             append_rows(path, future.result())
-            print("measured {} seed {}".format(*futures[future]), flush=True)
+            print(f"measured {name}", flush=True)
+    if failed:
+        raise GenkitError(
+            f"{len(failed)} of {len(jobs)} rows could not be measured; the others are in {path}:\n  "
+            + "\n  ".join(failed)
+        )
 
 
 def _measure_arm(values: Mapping[str, Any], arm: str, seed: int) -> list[ResultRow]:
@@ -175,14 +200,15 @@ def _backtest_numbers(rows: Sequence[BacktestRow]) -> Iterator[tuple[str, float,
         yield f"violation_ratio/{level}", _mean(row.violations / row.expected_violations for row in of_level), n
 
 
-def _classical_rows(data: ReturnsData, setting: str) -> list[ResultRow]:
+def _classical_rows(config: Config) -> list[ResultRow]:
     """The baselines that have no seed: one row each, fitted to the same training days."""
     rows = []
+    setting, data_hash = _setting(config), _data_hash(config)
     began = time.perf_counter()
-    for name, results in classical_forecasts(data.load("train"), data.load("test")).items():
+    for name, results in classical_forecasts(config.data.load("train"), config.data.load("test")).items():
         numbers = list(_backtest_numbers(results))
         seconds = round(time.perf_counter() - began, 1)
-        rows += [ResultRow(METHOD, name, setting, "none", 0, m, v, n, seconds) for m, v, n in numbers]
+        rows += [ResultRow(METHOD, name, setting, data_hash, 0, m, v, n, seconds) for m, v, n in numbers]
     return rows
 
 
@@ -226,7 +252,7 @@ def _quietly(pipe: HeavyTailedFlowPipeline, config: Config, seed: int, tail_inde
 
 def _quantile(x: Tensor, level: float) -> Tensor:
     """The order statistic with floor(n (1 − level)) values above it."""
-    return x.topk(int(len(x) * (1.0 - level)) + 1).values[-1]
+    return x.topk(int(len(x) * (1.0 - level) + 1e-9) + 1).values[-1]
 
 
 def _mean(values: Any) -> float:

@@ -6,11 +6,12 @@ Differs from the paper in: everything that its abstract does not say, which is a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from genkit.errors import ConfigError
 from genkit.pipelines.heavy_tailed_flow.coupling import couple_clocks
 from genkit.pipelines.heavy_tailed_flow.denoiser import ClockDenoiser
 from genkit.samplers.noise import Keys
@@ -34,15 +35,29 @@ class HeavyTailedFlowObjective(Objective):
         denoiser: fitted to the data (:meth:`ClockDenoiser.fit`).
         scheduler: a flow scheduler with ``flow`` prediction.
         coupling: ``"independent"`` or ``"rank"``.
-        weight: see above.
+        loss_weight: ``"velocity"`` or ``"residual"``, see above.
+
+    Raises:
+        ConfigError: a scheduler of another prediction type, or an unknown ``loss_weight``.
 
     The data's batches hold ``sample`` (B, d) in data units and, for a class-conditional network, ``label`` int64 (B,).
     """
 
     def __init__(
-        self, denoiser: ClockDenoiser, scheduler: FlowScheduler, coupling: str = "rank", weight: LossWeight = "velocity"
+        self,
+        denoiser: ClockDenoiser,
+        scheduler: FlowScheduler,
+        coupling: str = "rank",
+        loss_weight: LossWeight = "velocity",
     ) -> None:
-        self.denoiser, self.scheduler, self.coupling, self.weighting = denoiser, scheduler, coupling, weight
+        if scheduler.prediction_type != denoiser.prediction_type:
+            raise ConfigError(
+                f"the scheduler expects {scheduler.prediction_type!r}, the denoiser predicts "
+                f"{denoiser.prediction_type!r}; use FlowScheduler(prediction_type={denoiser.prediction_type!r})"
+            )
+        if loss_weight not in get_args(LossWeight):
+            raise ConfigError(f"loss_weight={loss_weight!r}; expected one of {', '.join(get_args(LossWeight))}")
+        self.denoiser, self.scheduler, self.coupling, self.loss_weight = denoiser, scheduler, coupling, loss_weight
 
     def networks(self) -> Mapping[str, nn.Module]:
         return {"denoiser": self.denoiser}
@@ -65,6 +80,6 @@ class HeavyTailedFlowObjective(Objective):
         return LossOutput((self._weight(t, cond["clock"]) * error.square().mean(dim=1)).mean())
 
     def _weight(self, t: Tensor, clock: Tensor) -> Tensor:
-        if self.weighting == "residual":
+        if self.loss_weight == "residual":
             return self.denoiser.coefficients(t, clock)[1].pow(-2).to(torch.float32)
         return 1.0 / (clock + self.denoiser.conditional_scale(clock).square()).to(torch.float32)

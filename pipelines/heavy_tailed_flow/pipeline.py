@@ -91,8 +91,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             num_inference_steps: steps of the walk.
             clock: another clock law than the one trained on (the bulk moves with it; prefer ``tail_index``).
             tail_index: the wanted tail index: above its ``splice_at``-quantile the clock gets a Pareto tail of this
-                index,
-                the bulk stays. Needs a network trained with rank coupling.
+                index, the bulk stays. Needs a network trained with rank coupling.
             splice_at: the clock quantile from which ``tail_index`` acts.
             class_labels: int (n,), for a class-conditional network.
             generator: one generator, or a list with one per sample.
@@ -113,6 +112,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
         device = self._execution_device
         keys = draw_keys(generator, num_samples, device)
         callback = _adapted(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        precision = torch.promote_types(self.denoiser.dtype, torch.float32)
         chunks, clipped = [], 0.0
         for start in range(0, max(num_samples, 1), _CHUNK):
             part = slice(start, start + _CHUNK)
@@ -124,7 +124,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             x = self._walk(
                 keys[part],
                 cond,
-                None if latents is None else latents[part].to(device),
+                None if latents is None else latents[part].to(device, precision),
                 num_inference_steps,
                 times,
                 solver,
@@ -201,13 +201,9 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             raise ConfigError(f"num_samples={num_samples!r}; expected an integer, at least 0")
         if output_type not in ("pt", "np"):
             raise ConfigError(f"output_type={output_type!r}; expected 'pt' or 'np'")
-        if latents is not None and tuple(latents.shape) != (num_samples, channels):
-            raise ConfigError(f"latents has shape {tuple(latents.shape)}; expected ({num_samples}, {channels})")
-        unknown = [name for name in callback_inputs if name not in self._callback_tensor_inputs]
-        if unknown:
-            raise ConfigError(
-                f"callback_on_step_end_tensor_inputs holds {unknown}; known: {self._callback_tensor_inputs}"
-            )
+        if latents is not None:
+            _check_latents(latents, (num_samples, channels))
+        self.check_callback_inputs(callback_inputs)
         if classes == 0 and class_labels is not None:
             raise ConfigError("class_labels was given, but this network was trained without labels; drop the argument")
         if classes and class_labels is None:
@@ -215,14 +211,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
                 f"this network is class-conditional; give class_labels, {num_samples} of 0 … {classes - 1}"
             )
         if class_labels is not None:
-            labels = torch.as_tensor(class_labels)
-            if labels.shape != (num_samples,) or (
-                len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes
-            ):
-                raise ConfigError(
-                    f"class_labels has shape {tuple(labels.shape)}; expected ({num_samples},) "
-                    f"with values 0 … {classes - 1}"
-                )
+            _check_labels(torch.as_tensor(class_labels), num_samples, classes)
 
     def _warn_outside_training_law(self, clocks: Tensor, law: Clock) -> None:
         trained = self.denoiser.clock
@@ -237,6 +226,25 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
                 "splice the tail with tail_index, which leaves the bulk alone.",
                 stacklevel=3,
             )
+
+
+def _check_latents(latents: Tensor, shape: tuple[int, int]) -> None:
+    if not isinstance(latents, Tensor) or tuple(latents.shape) != shape:
+        got = f"shape {tuple(latents.shape)}" if isinstance(latents, Tensor) else f"type {type(latents).__name__}"
+        raise ConfigError(f"latents has {got}; expected {shape}, a tensor of unit noise")
+    if not bool(torch.isfinite(latents).all()):
+        raise ConfigError("latents holds NaN or infinity; expected unit noise")
+
+
+def _check_labels(labels: Tensor, num_samples: int, classes: int) -> None:
+    if labels.is_floating_point() or labels.is_complex() or labels.shape != (num_samples,):
+        raise ConfigError(
+            f"class_labels has shape {tuple(labels.shape)} and dtype {labels.dtype}; expected ({num_samples},) integers"
+        )
+    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise ConfigError(
+            f"class_labels holds {int(labels.min())} to {int(labels.max())}; expected classes 0 … {classes - 1}"
+        )
 
 
 def _adapted(pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[str]) -> Callable[..., Any] | None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
+from genkit.errors import ConfigError
 from genkit.metrics.risk import (
     christoffersen,
     diebold_mariano,
@@ -198,3 +199,7 @@ def test_bad_arguments_are_named():
         kupiec(torch.ones(10), 0.99)
     with pytest.raises(ValueError, match="n >= 10 days"):
         diebold_mariano(torch.ones(10), torch.ones(11))
+    with pytest.raises(ConfigError, match="same days"):
+        fz0_score(torch.ones(5), torch.ones(4), torch.ones(4), 0.99)
+    with pytest.raises(ConfigError, match="lags must lie"):
+        diebold_mariano(torch.ones(12), torch.zeros(12), lags=50)

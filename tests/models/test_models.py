@@ -79,7 +79,7 @@ def test_time_embedding_is_periodic_in_its_frequencies():
 
 def test_network_starts_at_zero_and_then_uses_every_input():
     torch.manual_seed(0)
-    network = ConditionalMLP(3, cond_channels=2, width=32, depth=2, num_classes=4)
+    network = ConditionalMLP(3, cond_channels=2, width=32, blocks=2, num_classes=4)
     x, t, c, labels = torch.randn(5, 3), torch.rand(5), torch.randn(5, 2), torch.tensor([0, 1, 2, 3, 4])
     assert network(x, t, c, labels).abs().max() == 0
     for parameter in network.parameters():

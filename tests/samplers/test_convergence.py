@@ -144,7 +144,7 @@ def test_averaging_raw_outputs_is_only_first_order(make_scheduler, name):
 @pytest.mark.parametrize("solver", ORDER)
 @pytest.mark.parametrize("name", NAMES)
 def test_whole_walks_carry_gaussian_quantiles_to_the_mixtures(make_scheduler, name, solver):
-    """x(0) = F_data⁻¹(F_1(x(1))). The last Euler step onto t = 0 costs O(σ²): O(h) for the linear levels, see solvers."""
+    """x(0) = F_data⁻¹(F_1(x(1))). The last Euler step onto t = 0 costs O(σ²), O(h) for the linear levels."""
     scheduler = make_scheduler(name, "v_prediction")
     start = marginal(scheduler, 1.0)
     u = torch.linspace(0.03, 0.97, 9, dtype=torch.float64).reshape(-1, 1)

@@ -220,7 +220,9 @@ def test_a_stochastic_diffusers_scheduler_draws_from_the_samples_keys(scheduler,
         wrapped.times(n)
         start = x[[seeds.index(s) for s in chosen]] * wrapped.scheduler.init_noise_sigma
         gens = [torch.Generator().manual_seed(s) for s in chosen]
-        return rollout(network, wrapped, start, num_inference_steps=n, solver="ancestral", eta=eta, generator=gens).sample
+        return rollout(
+            network, wrapped, start, num_inference_steps=n, solver="ancestral", eta=eta, generator=gens
+        ).sample
 
     keys = draw_keys([torch.Generator().manual_seed(s) for s in seeds], 3)
     options = {} if eta is None else {"eta": eta}

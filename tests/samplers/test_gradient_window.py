@@ -12,7 +12,15 @@ from genkit.samplers.solvers import SOLVERS
 from genkit.schedulers import FlowScheduler, VPScheduler
 
 N = 5
-WINDOWS = {"last 1": 1, "last 3": 3, "all": N, "first": [0], "middle": [1, 2], "apart": [0, 2, 4], "none at the end": [1, 3]}
+WINDOWS = {
+    "last 1": 1,
+    "last 3": 3,
+    "all": N,
+    "first": [0],
+    "middle": [1, 2],
+    "apart": [0, 2, 4],
+    "none at the end": [1, 3],
+}
 SOLVER_NAMES = tuple(SOLVERS)
 
 
@@ -37,7 +45,7 @@ class Linear:
         return self.w * t.double()[:, None] * x + self.b
 
     def gradient(self, loss):
-        return torch.stack([g for g in torch.autograd.grad(loss, (self.w, self.b))])
+        return torch.stack(torch.autograd.grad(loss, (self.w, self.b)))
 
 
 def explicit_gradient(x, window, input_grad):
@@ -76,7 +84,7 @@ def test_the_gradient_is_the_explicit_jacobian(window, checkpoint, input_grad):
 
 
 def frozen_walk(solver, scheduler, window, outputs, theta, x, generator_seed):
-    """The walk with free parameter theta in the window's calls and recorded outputs elsewhere, for finite differences."""
+    """The walk with free parameter theta in the window's calls and recorded outputs elsewhere."""
     position, step_of = [0], []
     evaluations = 1 if solver in ("euler", "ancestral", "dpmpp_2m", "unipc") else 2
     for step in range(N):
@@ -166,7 +174,9 @@ def graph_size(tensor):
 
 def test_the_graph_grows_with_the_window_not_with_the_walk():
     sizes = {
-        (n, k): graph_size(rollout(Linear(), FlowScheduler(), draw(0, 2, 3), num_inference_steps=n, grad_steps=k).sample)
+        (n, k): graph_size(
+            rollout(Linear(), FlowScheduler(), draw(0, 2, 3), num_inference_steps=n, grad_steps=k).sample
+        )
         for n, k in ((5, 2), (50, 2), (50, 4))
     }
     assert sizes[5, 2] == sizes[50, 2] < sizes[50, 4]
@@ -218,7 +228,9 @@ def test_the_window_does_not_change_the_sample(solver):
     options = {"num_inference_steps": N, "solver": solver}
     scheduler = VPScheduler("cosine")
     walks = [
-        rollout(Linear(), scheduler, draw(0, 2, 3), generator=torch.Generator().manual_seed(0), **window, **options).sample
+        rollout(
+            Linear(), scheduler, draw(0, 2, 3), generator=torch.Generator().manual_seed(0), **window, **options
+        ).sample
         for window in ({}, {"grad_steps": 2}, {"grad_steps": [0, 3]}, {"grad_steps": N, "checkpoint": True})
     ]
     for other in walks[1:]:
@@ -248,6 +260,9 @@ def test_the_density_of_a_step_has_a_gradient_inside_the_window_only():
         generator=torch.Generator().manual_seed(0),
     )
     # a walk's own sample moves with the mean, so what remains is the chain after the window: constant outputs there
-    gradients = [torch.autograd.grad(out.log_probs[:, i].sum(), network.w, retain_graph=True, allow_unused=True)[0] for i in range(2, 4)]
+    gradients = [
+        torch.autograd.grad(out.log_probs[:, i].sum(), network.w, retain_graph=True, allow_unused=True)[0]
+        for i in range(2, 4)
+    ]
     assert abs(float(gradients[0])) < 1e-9
     assert not out.log_probs[:, :2].detach().isnan().any()

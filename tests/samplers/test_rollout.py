@@ -140,7 +140,9 @@ def test_ancestral_noise_is_fresh_at_every_step_and_apart_from_the_latents():
             return x, SolverState((denoiser(x, t, cond), t, x))
 
     spy: Solver = Spy()
-    start = rollout(Network(), scheduler, shape=(4, 3), num_inference_steps=3, solver=spy, generator=generators(range(4)))
+    start = rollout(
+        Network(), scheduler, shape=(4, 3), num_inference_steps=3, solver=spy, generator=generators(range(4))
+    )
     flat = torch.stack([*seen, draw_keys(generators(range(4)), 4).at(purpose="latents").normal((50,))]).reshape(4, -1)
     correlation = torch.corrcoef(flat) - torch.eye(4)
     assert float(correlation.abs().max()) < 4.5 / math.sqrt(200)
@@ -153,7 +155,9 @@ def test_ancestral_noise_is_fresh_at_every_step_and_apart_from_the_latents():
 @pytest.mark.parametrize("solver", SOLVER_NAMES)
 def test_network_calls_per_walk(solver):
     network, n = Network(), 5
-    rollout(network, VPScheduler("cosine"), shape=(2, 3), num_inference_steps=n, solver=solver, generator=generators([0, 1]))
+    rollout(
+        network, VPScheduler("cosine"), shape=(2, 3), num_inference_steps=n, solver=solver, generator=generators([0, 1])
+    )
     assert len(network.calls) == (n if solver in ONE_STEP else 2 * (n - 1) + 1)
     assert all(not graph for _, graph in network.calls)
     if solver in ONE_STEP:
@@ -179,7 +183,9 @@ def test_the_trajectory_holds_the_states_of_all_times_and_is_a_walk_itself():
         kernel = scheduler.transition(network(out.trajectory[i], t.float()), t, times[i + 1], out.trajectory[i])
         expected = kernel.sample(keys.at(step=i, purpose="transition"))
         torch.testing.assert_close(out.trajectory[i + 1], expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(out.x0, out.sample, rtol=1e-12, atol=1e-12)  # the last step lands on the clean prediction
+    torch.testing.assert_close(
+        out.x0, out.sample, rtol=1e-12, atol=1e-12
+    )  # the last step lands on the clean prediction
 
 
 def test_log_probs_are_the_densities_of_the_steps_and_nan_where_deterministic():
@@ -237,7 +243,9 @@ def test_a_callback_sees_every_step_and_may_replace_the_sample():
     def project(step, t, values):
         return {"sample": torch.zeros_like(values["sample"])} if step == 1 else None
 
-    replaced = rollout(network, scheduler, x, num_inference_steps=4, callback_on_step_end=project, return_trajectory=True)
+    replaced = rollout(
+        network, scheduler, x, num_inference_steps=4, callback_on_step_end=project, return_trajectory=True
+    )
     assert float(replaced.trajectory[2].abs().max()) == 0.0
     tail = rollout(network, scheduler, torch.zeros_like(x), times=scheduler.times(4)[2:])
     torch.testing.assert_close(replaced.sample, tail.sample)
@@ -299,7 +307,9 @@ def test_an_empty_batch_and_a_single_sample_walk(solver, batch):
 
 def test_the_prior_has_the_contexts_scale():
     scale, gens = torch.tensor([0.1, 1.0, 50.0]), (1, 2, 3)
-    unit = rollout(Network(), FlowScheduler(), shape=(3, 3), times=[1.0, 0.999], generator=generators(gens), return_trajectory=True)
+    unit = rollout(
+        Network(), FlowScheduler(), shape=(3, 3), times=[1.0, 0.999], generator=generators(gens), return_trajectory=True
+    )
     scaled = rollout(
         Network(),
         FlowScheduler(),
@@ -339,7 +349,9 @@ def test_half_precision_walks_integrate_in_float32(dtype):
 
 @pytest.mark.parametrize("solver", SOLVER_NAMES)
 def test_float32_walks_stay_float32(solver):
-    out = rollout(Network(), VPScheduler("linear", "epsilon"), draw(0, 2, 3).float(), num_inference_steps=3, solver=solver)
+    out = rollout(
+        Network(), VPScheduler("linear", "epsilon"), draw(0, 2, 3).float(), num_inference_steps=3, solver=solver
+    )
     assert out.sample.dtype == torch.float32 and out.x0.dtype == torch.float32
 
 
@@ -362,7 +374,10 @@ def test_a_state_with_parts_walks_as_its_parts(solver):
     state, keys, times = x, draw_keys(generators([5, 6]), 2), scheduler.times(4)
     for i in range(4):
         state = dict(state)
-        for name, part, field in (("lattice", lattice, 0.4 * state["lattice"]), ("coords", coords, torch.sin(state["coords"]))):
+        for name, part, field in (
+            ("lattice", lattice, 0.4 * state["lattice"]),
+            ("coords", coords, torch.sin(state["coords"])),
+        ):
             eta = 0.0 if solver == "euler" else None
             kernel = part.transition(field, times[i], times[i + 1], state[name], eta=eta)
             state[name] = kernel.sample(keys.at(step=i, purpose=f"transition/{name}"))
@@ -374,7 +389,9 @@ def test_a_state_with_parts_walks_as_its_parts(solver):
 def test_a_state_with_parts_can_be_drawn():
     scheduler = ProductScheduler({"a": FlowScheduler("sample"), "b": VPScheduler("cosine", "sample")})
     shapes = {"a": (3, 2), "b": (3, 4, 4)}
-    out = rollout(lambda x, t, c=None: x, scheduler, shape=shapes, num_inference_steps=2, generator=generators(range(3)))
+    out = rollout(
+        lambda x, t, c=None: x, scheduler, shape=shapes, num_inference_steps=2, generator=generators(range(3))
+    )
     assert out.sample["a"].shape == (3, 2) and out.sample["b"].shape == (3, 4, 4)
     with pytest.raises(ConfigError, match="expected a dict with the field 'a'"):
         rollout(lambda x, t, c=None: x, scheduler, shape=(3, 2), num_inference_steps=2)
@@ -410,9 +427,18 @@ X = torch.zeros(2, 3)
         ({"num_inference_steps": 3, "stop_at": -1}, "stop_at=-1"),
         ({"num_inference_steps": 3, "shape": (2, 3)}, "either x .* got both"),
         ({"num_inference_steps": 3, "x": None}, "either x .* got neither"),
-        ({"num_inference_steps": 3, "context": {"scale": torch.ones(3)}}, r"context\['scale'\] has shape \(3,\).*batch size 2"),
-        ({"num_inference_steps": 3, "cond": {"label": torch.ones(5, 1)}}, r"cond\['label'\] has shape \(5, 1\).*batch size 2"),
-        ({"num_inference_steps": 3, "generator": [torch.Generator()] * 3}, "list of 3 generators, but there are 2 samples"),
+        (
+            {"num_inference_steps": 3, "context": {"scale": torch.ones(3)}},
+            r"context\['scale'\] has shape \(3,\).*batch size 2",
+        ),
+        (
+            {"num_inference_steps": 3, "cond": {"label": torch.ones(5, 1)}},
+            r"cond\['label'\] has shape \(5, 1\).*batch size 2",
+        ),
+        (
+            {"num_inference_steps": 3, "generator": [torch.Generator()] * 3},
+            "list of 3 generators, but there are 2 samples",
+        ),
         ({"num_inference_steps": 3, "generator": training_keys(0, 0, torch.arange(3))}, "3 keys, but the batch has 2"),
     ],
 )

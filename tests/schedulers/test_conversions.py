@@ -123,7 +123,7 @@ def test_the_kernel_keeps_the_marginal_of_a_point(make_scheduler, name, eta):
 
 
 def test_the_clock_scale_example_of_the_flow():
-    """μ = 1.5, s = 0.7, A = 9: slope of the conditional Gaussian field at t = 0.4 is +2.0453, residual variance 2.7283."""
+    """μ = 1.5, s = 0.7, A = 9: the field at t = 0.4 has slope +2.0453 and residual variance 2.7283."""
     scheduler, context = FlowScheduler(), {"scale": torch.tensor([3.0, 3.0], dtype=torch.float64)}
     mu, width, t = 1.5, 0.7, torch.tensor([0.4, 0.4], dtype=torch.float64)
     alpha, sigma = scheduler.alpha_sigma(t, context)

@@ -127,8 +127,13 @@ def test_wan_pipeline(make):
         rope_max_seq_len=32,
     ).eval()
     vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True],
-        latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
     ).eval()
     pipe = quiet(WanPipeline(None, None, vae, make(), transformer))
     embeds = torch.randn(1, 6, 8, generator=generator())

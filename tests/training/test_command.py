@@ -85,7 +85,7 @@ def test_failures_are_one_message_and_not_0(config, tmp_path, capfd):
         ([str(config), "num_processes=2"], "num_processes: 2 asked for, 1 running"),
         ([str(config), "resume_from_checkpoint=" + str(tmp_path / "checkpoint-3")], "no such folder"),
     ]:
-        assert run_toy.main(arguments) == 1
+        assert run_toy.main(arguments) == 2
         error = capfd.readouterr().err
         assert message in error and "Traceback" not in error
     with pytest.raises(SystemExit) as caught:

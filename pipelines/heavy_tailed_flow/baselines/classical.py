@@ -16,6 +16,7 @@ import torch
 from scipy import optimize, special, stats
 from torch import Tensor
 
+from genkit.errors import ConfigError
 from genkit.metrics.risk import value_at_risk_and_shortfall
 from genkit.metrics.tails import finite_values
 from genkit.samplers.noise import Keys, draw_keys
@@ -47,10 +48,10 @@ class RiskModel(Protocol):
 
 def _rows(z: Tensor, least: int) -> Tensor:
     if z.ndim != 2:
-        raise ValueError(f"expected rows of shape (n, d), got {tuple(z.shape)}")
+        raise ConfigError(f"expected rows of shape (n, d), got {tuple(z.shape)}")
     rows, _ = finite_values(z, "rows")
     if len(rows) < least:
-        raise ValueError(f"expected at least {least} finite rows to fit, got {len(rows)}")
+        raise ConfigError(f"expected at least {least} finite rows to fit, got {len(rows)}")
     return rows
 
 
@@ -141,7 +142,7 @@ class MultivariateT:
             tolerance: stops when the mean log-likelihood rises by less.
 
         Raises:
-            ValueError: too few rows, or no convergence within ``max_iterations``.
+            ConfigError: too few rows, or no convergence within ``max_iterations``.
 
         Reference: Liu, Rubin, "ML estimation of the t distribution using EM and its extensions", Stat. Sinica 1995;
         the division by Σ w_i: Kent, Tyler, Vardi, Commun. Stat. Simul. 1994.
@@ -158,12 +159,12 @@ class MultivariateT:
             if value - previous < tolerance:
                 return cls(nu, mean, shape)
             previous = value
-        raise ValueError(f"the Student-t likelihood did not settle in {max_iterations} iterations; raise tolerance")
+        raise ConfigError(f"the Student-t likelihood did not settle in {max_iterations} iterations; raise tolerance")
 
     def var_es(self, weights: Tensor, level: float) -> tuple[Tensor, Tensor]:
         """loc + s q and loc + s f(q)(ν + q²)/((ν - 1) τ) with q, f the t quantile of ``level`` and density."""
         if self.nu <= 1.0:
-            raise ValueError(f"the expected shortfall is infinite at nu = {self.nu:.3g} <= 1")
+            raise ConfigError(f"the expected shortfall is infinite at nu = {self.nu:.3g} <= 1")
         loc, scale = _loss_loc_scale(weights, self.mean, self.shape)
         q = float(stats.t.ppf(level, self.nu))
         shortfall = float(stats.t.pdf(q, self.nu)) * (self.nu + q * q) / ((self.nu - 1.0) * (1.0 - level))
@@ -212,11 +213,11 @@ class GeneralisedPareto:
         Reference: McNeil, Frey, Embrechts, "Quantitative risk management", 2nd ed. 2015, section 5.2.
         """
         if not 0.0 < quantile < 1.0:
-            raise ValueError(f"quantile must lie in (0, 1), got {quantile!r}; 0.90 to 0.95 is usual")
+            raise ConfigError(f"quantile must lie in (0, 1), got {quantile!r}; 0.90 to 0.95 is usual")
         threshold = float(torch.quantile(values, quantile))
         excess = (values[values > threshold] - threshold).numpy()
         if len(excess) < 20:
-            raise ValueError(f"only {len(excess)} values exceed the {quantile} quantile; at least 20 are needed")
+            raise ConfigError(f"only {len(excess)} values exceed the {quantile} quantile; at least 20 are needed")
         xi, _, beta = stats.genpareto.fit(excess, 0.1, floc=0.0, scale=excess.mean())
         return cls(threshold, len(excess) / len(values), float(xi), float(beta))
 
@@ -230,9 +231,9 @@ class GeneralisedPareto:
     def var_es(self, level: float) -> tuple[float, float]:
         """VaR = quantile(1 - level), ES = (VaR + β - ξ u)/(1 - ξ); for levels above the threshold's and ξ < 1."""
         if 1.0 - level > self.rate:
-            raise ValueError(f"level {level} lies below the threshold, which {self.rate:.3f} of the values exceed")
+            raise ConfigError(f"level {level} lies below the threshold, which {self.rate:.3f} of the values exceed")
         if self.xi >= 1.0:
-            raise ValueError(f"the expected shortfall is infinite at xi = {self.xi:.3g} >= 1")
+            raise ConfigError(f"the expected shortfall is infinite at xi = {self.xi:.3g} >= 1")
         var = float(self.quantile(torch.tensor(1.0 - level, dtype=torch.float64)))
         return var, (var + self.beta - self.xi * self.threshold) / (1.0 - self.xi)
 
@@ -307,7 +308,7 @@ def rolling_historical_simulation(
         VaR and ES, float64 (N - start, P); row t uses returns before day start + t only.
     """
     if not 1 <= window <= start < len(history):
-        raise ValueError(f"expected 1 <= window <= start < {len(history)} days, got window {window} and start {start}")
+        raise ConfigError(f"expected 1 <= window <= start < {len(history)} days, got window {window} and start {start}")
     portfolio = history.to(torch.float64) @ weights.to(torch.float64).T
     past = portfolio[start - window : -1].unfold(0, window, 1)  # (N - start, P, window)
     return value_at_risk_and_shortfall(past, level)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from genkit.errors import ConfigError
-from genkit.metrics.results import read_rows
+from genkit.metrics.results import ResultRow, append_rows, read_rows
 from genkit.pipelines.heavy_tailed_flow.config import Config, build
 from genkit.pipelines.heavy_tailed_flow.evaluate import ARMS, arm_config, evaluate
 from genkit.training import load_config
@@ -52,6 +52,20 @@ def test_every_arm_is_a_valid_configuration_of_equal_size():
         }
         assert len(sizes) == 1
         assert len({arm_config(config, arm, 0).config_hash() for arm in ARMS[data]}) == len(ARMS[data])
+
+
+def test_the_table_averages_only_rows_of_this_configuration(tmp_path):
+    """A row of the same arm and setting, but of a configuration since changed, must not enter the mean."""
+    config = load_config(CONFIGS / "mixture2d.yaml", [], Config)
+    run, path = config.evaluation, tmp_path / "heavy_tailed_flow" / "mixture2d.jsonl"
+    setting = f"{run.solver}-{run.num_inference_steps}, n={run.num_samples}"
+    rows = [
+        ResultRow("heavy_tailed_flow", "rank", setting, config_hash, 0, "hill_ratio", value, 10, 1.0)
+        for config_hash, value in ((arm_config(config, "rank", 0).config_hash(), 1.5), ("of another", 9.5))
+    ]
+    append_rows(path, rows)
+    table = evaluate(config, table_only=True, results_dir=tmp_path)
+    assert "| rank | 1 | – | – | – | 1.500 |" in table and "5.5" not in table
 
 
 @pytest.mark.slow

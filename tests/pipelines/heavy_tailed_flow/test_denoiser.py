@@ -154,11 +154,22 @@ def test_constant_scale_for_independent_coupling():
         (torch.full((50, 2), float("nan")), "50 of 50 rows"),
         (torch.zeros(50, 2), "constant column"),
         (torch.randn(2, 2), "expected \\(n, d\\) with n > d"),
+        (torch.randn(50, 3), "3 columns"),
+        (torch.arange(100.0).reshape(50, 2), "determine one another"),
     ],
 )
 def test_unusable_data_is_refused(data, message):
     with pytest.raises(ConfigError, match=message):
         DataTransform(2).fit(data, "whiten")
+
+
+def test_data_without_spread_or_size_are_refused():
+    mostly_zero = torch.zeros(500, 2)
+    mostly_zero[:100] = torch.randn(100, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ConfigError, match="spread is 0"):
+        DataTransform(2).fit(mostly_zero, "mad")
+    with pytest.raises(ConfigError, match="size 0"):
+        make_denoiser(coupling="rank").fit(mostly_zero, "none")
 
 
 # ---- coupling -------------------------------------------------------------------------------------------------------
@@ -250,20 +261,33 @@ def test_loss_weights_have_their_meaning():
         assert loss.item() == pytest.approx(1.0, abs=0.02)
 
 
-def test_weights_keep_the_minimiser_because_the_network_sees_the_clock():
-    """A linear velocity per clock on a two-point law: both weights give the same least-squares solution."""
+def test_both_weights_keep_the_minimiser_because_the_network_sees_clock_and_time():
+    """The best linear velocity at each (A, t) is the same under either weight; a weight that sees x_0 changes it."""
     g = torch.Generator().manual_seed(0)
     n = 4000
     x0, eps = torch.randn(n, generator=g).double(), torch.randn(n, generator=g).double()
-    solutions = []
-    for weighted in (False, True):
-        slopes = []
-        for a in (0.25, 16.0):
-            x_t, v = 0.5 * x0 + 0.5 * math.sqrt(a) * eps, math.sqrt(a) * eps - x0
-            w = torch.full_like(x_t, 1 / (1 + a) if weighted else 1.0)
-            slopes.append(((w * x_t * v).sum() / (w * x_t * x_t).sum()).item())
-        solutions.append(slopes)
-    assert solutions[0] == pytest.approx(solutions[1], rel=1e-12)
+
+    def slopes(weight_of):
+        found = []
+        for a, time in ((0.25, 0.3), (16.0, 0.3), (16.0, 0.8)):
+            x_t, v = (1 - time) * x0 + time * math.sqrt(a) * eps, math.sqrt(a) * eps - x0
+            w = weight_of(torch.full((n,), time), torch.full((n,), a, dtype=torch.float64)).double()
+            found.append(((w * x_t * v).sum() / (w * x_t * x_t).sum()).item())
+        return found
+
+    plain = slopes(lambda t, a: torch.ones(n))
+    for name in ("velocity", "residual"):
+        objective, _, _ = loss_of(StudentTClock(3.0), weight=name)
+        assert slopes(objective._weight) == pytest.approx(plain, rel=1e-6)
+    assert slopes(lambda t, a: 1 / (1 + x0.square())) != pytest.approx(plain, rel=1e-2)  # control
+
+
+def test_a_scheduler_of_another_prediction_type_and_an_unknown_weight_are_refused():
+    denoiser = make_denoiser()
+    with pytest.raises(ConfigError, match="the denoiser predicts 'flow'"):
+        HeavyTailedFlowObjective(denoiser, FlowScheduler(prediction_type="sample"))
+    with pytest.raises(ConfigError, match="loss_weight='velocit'"):
+        HeavyTailedFlowObjective(denoiser, FlowScheduler(), loss_weight="velocit")
 
 
 def test_denoiser_without_its_clock_is_refused():
