@@ -114,7 +114,7 @@ def _add_sample(commands: Any) -> None:
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="further options of the pipeline's call")
     parser.add_argument("--out", type=Path, default=Path("out/samples"), help="folder (default: %(default)s)")
     parser.add_argument("--num-samples", type=_positive, default=16, help="how many (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the generator (default: %(default)s)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the generator (default: %(default)s)")
     parser.add_argument("--steps", type=_positive, help="num_inference_steps (default: the pipeline's)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -127,6 +127,20 @@ def _positive(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number from 0 to 2^63 - 1")
+    return value
+
+
+def _move(pipe: Any, device: str) -> None:
+    try:
+        pipe.to(device)
+    except (AssertionError, RuntimeError) as error:  # torch's own words for a device that is not there
+        raise ConfigError(f"--device {device}: {error}; 'genkit doctor' says what this machine has") from error
+
+
 def _sample(options: argparse.Namespace) -> int:
     from genkit.pipeline import load
     from genkit.training.config_files import apply_overrides
@@ -136,7 +150,7 @@ def _sample(options: argparse.Namespace) -> int:
     call = {"num_samples": options.num_samples, **_checked_call(pipe, call)}
     if options.steps is not None:
         call["num_inference_steps"] = options.steps
-    pipe.to(options.device)
+    _move(pipe, options.device)
     pipe.set_progress_bar_config(disable=options.quiet)
 
     import torch

@@ -69,7 +69,9 @@ assert not heavy, heavy
     assert "arXiv:2607.13841" in done.stdout
 
 
-@pytest.mark.parametrize("argv", [[], ["trian"], ["sample"], ["verify", "x", "key=1"], ["zoo", "--x"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["trian"], ["sample"], ["verify", "x", "key=1"], ["zoo", "--x"], ["sample", "x", "--seed", "-1"]]
+)
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(argv)
@@ -89,6 +91,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
         (["evaluate", "x.npy", "--method", "heavy_tailed_flwo"], "Did you mean 'heavy_tailed_flow'"),
         (["sample", "none"], "no such folder"),
         (["sample", "zoo:none"], "zoo:none is not known"),
+        (["sample", "zoo:returns-flow", "--device", "gpu"], "--device gpu"),
         (["demo", "--only", "none", "--quiet"], "no demo 'none'"),
         (["zoo", "none"], "zoo:none is not known"),
         (["assets", "smolm2"], "Did you mean 'smollm2'"),

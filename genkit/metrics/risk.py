@@ -40,7 +40,7 @@ def _check_level(level: float) -> None:
 
 
 def _check_days(**series: Tensor) -> None:
-    if len({tuple(values.shape) for values in series.values()}) > 1:
+    if len({tuple(values.shape) for values in series.values() if values.ndim}) > 1:  # a constant may be a scalar
         shapes = ", ".join(f"{name} {tuple(values.shape)}" for name, values in series.items())
         raise ConfigError(f"losses and forecasts must be of the same days, got {shapes}")
 

@@ -17,6 +17,7 @@ from genkit.pipelines.heavy_tailed_flow.clocks import Clock
 from genkit.pipelines.heavy_tailed_flow.denoiser import ClockDenoiser
 from genkit.pipelines.heavy_tailed_flow.objective import HeavyTailedFlowObjective
 from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
+from genkit.samplers.solvers import make_solver
 from genkit.schedulers.flow import FlowScheduler
 from genkit.training.config import ConfigPart, TrainerConfig
 from genkit.training.recipe import Recipe
@@ -77,9 +78,15 @@ class EvaluationConfig(ConfigPart):
     seeds: int = Field(5, ge=1)
     num_samples: int = Field(200_000, ge=1000)
     num_inference_steps: int = Field(10, ge=1)
-    solver: str = "heun"
+    solver: str = Field("heun", description="checked before anything is trained")
     workers: int = Field(2, ge=1, description="processes that train side by side, one thread each")
     minutes: float = Field(3.0, gt=0.0, description="expected core-minutes of one arm and seed, to announce the cost")
+
+    @field_validator("solver")
+    @classmethod
+    def _known_solver(cls, value: str) -> str:
+        make_solver(value)
+        return value
 
 
 class Config(TrainerConfig):

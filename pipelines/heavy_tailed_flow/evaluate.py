@@ -121,7 +121,7 @@ def _run_missing(config: Config, path: Path) -> None:
             if (arm, seed, arm_config(config, arm, seed).config_hash(), setting) not in done:
                 jobs.append((arm, seed))
     if isinstance(config.data, ReturnsData) and ("historical_simulation", 0, _data_hash(config), setting) not in done:
-        append_rows(path, _classical_rows(config))
+        append_rows(path, _classical_rows(config.data, setting, _data_hash(config)))
     print(f"{len(jobs)} rows to train and measure, about {len(jobs) * config.evaluation.minutes / 60:.1f} core-hours")
     if not jobs:
         return
@@ -200,12 +200,11 @@ def _backtest_numbers(rows: Sequence[BacktestRow]) -> Iterator[tuple[str, float,
         yield f"violation_ratio/{level}", _mean(row.violations / row.expected_violations for row in of_level), n
 
 
-def _classical_rows(config: Config) -> list[ResultRow]:
+def _classical_rows(data: ReturnsData, setting: str, data_hash: str) -> list[ResultRow]:
     """The baselines that have no seed: one row each, fitted to the same training days."""
     rows = []
-    setting, data_hash = _setting(config), _data_hash(config)
     began = time.perf_counter()
-    for name, results in classical_forecasts(config.data.load("train"), config.data.load("test")).items():
+    for name, results in classical_forecasts(data.load("train"), data.load("test")).items():
         numbers = list(_backtest_numbers(results))
         seconds = round(time.perf_counter() - began, 1)
         rows += [ResultRow(METHOD, name, setting, data_hash, 0, m, v, n, seconds) for m, v, n in numbers]

@@ -134,6 +134,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             chunks.append((self.denoiser.transform.restore(x), cond["clock"]))
         samples, clocks = (torch.cat(parts) for parts in zip(*chunks, strict=True))
         self._warn_outside_training_law(clocks, law)
+        _warn_nonfinite(samples, clocks)
         share = clipped / max(num_samples, 1)
         if output_type == "np":
             output = HeavyTailedFlowOutput(samples.cpu().numpy(), clocks.cpu().numpy(), share)
@@ -226,6 +227,16 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
                 "splice the tail with tail_index, which leaves the bulk alone.",
                 stacklevel=3,
             )
+
+
+def _warn_nonfinite(samples: Tensor, clocks: Tensor) -> None:
+    bad = int((~torch.isfinite(samples).all(dim=1)).sum())
+    if bad:
+        warnings.warn(
+            f"{bad} of {len(samples)} samples are not finite: clocks up to {float(clocks.max()):.1e} leave the range "
+            f"of {samples.dtype}. Ask for a larger tail index.",
+            stacklevel=3,
+        )
 
 
 def _check_latents(latents: Tensor, shape: tuple[int, int]) -> None:

@@ -24,6 +24,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "configs" / "heavy_tailed_flow"
         ("data.holdout=1.5", "holdout"),
         ("data.path=missing.csv", "missing.csv"),
         ("coupling=ot", "coupling"),
+        ("evaluation.solver=heunn", "Did you mean 'heun'"),
         ("model.class_conditional=true", "no labels"),
         ("batch_size=100000", "100000"),
     ],

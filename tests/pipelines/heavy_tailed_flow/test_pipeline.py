@@ -104,6 +104,12 @@ def test_a_heavier_clock_is_finite_warned_about_and_counted():
     assert out.clipped_share < far.clipped_share and torch.isfinite(far.samples).all()
 
 
+def test_samples_beyond_the_range_of_floats_are_counted():
+    with pytest.warns(UserWarning, match=r"\d+ of 2000 samples are not finite.*larger tail index"):
+        out = untrained()(2000, 2, generator=seeded(), tail_index=0.02)
+    assert not torch.isfinite(out.samples).all()
+
+
 def test_one_step_is_x_plus_velocity():
     """num_inference_steps=1 with Euler: x(0) = x(1) − v(x(1), 1)."""
     pipe = untrained()
