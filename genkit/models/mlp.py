@@ -86,15 +86,19 @@ class ConditionalMLP(nn.Module):
     def forward(
         self, x: Tensor, t: Tensor, condition: Tensor | None = None, class_labels: Tensor | None = None
     ) -> Tensor:
-        """x (B, channels), t (B,), condition (B, cond_channels), class_labels int64 (B,) → (B, channels)."""
+        """x (B, channels), t (B,), condition (B, cond_channels), class_labels int64 (B,) → (B, channels).
+
+        Inputs of another floating type are cast to the weights'.
+        """
+        dtype = self.output.weight.dtype
         told = self.time(t)
         if condition is not None:
             told = torch.cat((told, condition.to(told.dtype)), dim=-1)
-        told = told.to(self.output.weight.dtype)
+        told = told.to(dtype)
         if self.classes is not None and class_labels is not None:
             told = told + self.classes(class_labels)
         told = self.condition(told)
-        h = self.input(x)
+        h = self.input(x.to(dtype))
         for block in self.blocks:
             h = block(h, told)
         return self.output(nn.functional.silu(self.norm(h)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diffusers.configuration_utils import ConfigMixin, FrozenDict
@@ -14,9 +14,15 @@ __all__ = ["ConfiguredScheduler"]
 
 
 class ConfiguredScheduler(SchedulerMixin, ConfigMixin):
-    """diffusers' scheduler mixin with a strict ``from_config``."""
+    """diffusers' scheduler mixin with a strict ``from_config``.
+
+    Attributes:
+        context_names: the entries of a walk's context that the scheduler reads; a walk refuses all others. None: not
+            known, so that nothing is refused.
+    """
 
     order = 1
+    context_names: Sequence[str] | None = None
 
     def register_to_config(self, **kwargs: Any) -> None:
         """Keeps every option in ``config``.

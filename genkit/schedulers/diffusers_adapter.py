@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from genkit._checks import checked_count, got
 from genkit.errors import ConfigError
 from genkit.schedulers.transition import Noise
 
@@ -33,6 +34,8 @@ class DiffusersScheduler:
         ConfigError: not a diffusers scheduler; a branching or repeated use; samples at different times.
     """
 
+    context_names = ()  # they read none
+
     def __init__(self, scheduler: Any) -> None:
         for name in ("set_timesteps", "step"):
             if not callable(getattr(scheduler, name, None)):
@@ -44,7 +47,7 @@ class DiffusersScheduler:
 
     def times(self, n: int, device: torch.device | str | None = None) -> Tensor:
         """The scheduler's timesteps over ``num_train_timesteps``, then 0; (n + 1,). Starts a fresh walk."""
-        self.scheduler.set_timesteps(n, device=device)
+        self.scheduler.set_timesteps(checked_count("num_inference_steps", n), device=device)
         timesteps = torch.as_tensor(self.scheduler.timesteps, dtype=torch.float64)
         self._position = 0
         return torch.cat((timesteps / self.num_train_timesteps, timesteps.new_zeros(1)))
@@ -77,6 +80,10 @@ class DiffusersScheduler:
         Raises:
             ConfigError: samples at different times, or ``eta`` above 0 for a scheduler whose ``step`` has none.
         """
+        if not isinstance(model_output, Tensor) or model_output.shape[:1] != sample.shape[:1]:
+            raise ConfigError(
+                f"model_output has {got(model_output)}; expected a tensor with the batch size {len(sample)} first"
+            )
         if t.ndim and bool((t != t[:1]).any()):
             raise ConfigError("a diffusers scheduler cannot hold samples at different times; use a genkit scheduler")
         takes_eta = "eta" in self._step_options

@@ -9,8 +9,14 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401  (diffusers looks it up here by name)
 from torch import Tensor
 
-from genkit.errors import ConfigError
-from genkit.schedulers.gaussian import Context, GaussianScheduler, _at_least_float32, _safe_reciprocal
+from genkit._checks import checked_number
+from genkit.schedulers.gaussian import (
+    Context,
+    GaussianScheduler,
+    _at_least_float32,
+    _check_fit,
+    _safe_reciprocal,
+)
 from genkit.schedulers.transition import expand_as
 
 __all__ = ["FlowScheduler"]
@@ -44,9 +50,7 @@ class FlowScheduler(GaussianScheduler):
         shift: float = 1.0,
         num_train_timesteps: int = 1000,
     ) -> None:
-        if not 0 < shift < math.inf:
-            raise ConfigError(f"shift={shift!r}; expected a positive number")
-        self.shift = float(shift)
+        self.shift = checked_number("shift", shift, "a positive number", lambda value: 0 < value < math.inf)
         self._register(prediction_type, eta, num_train_timesteps)
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,6 +79,7 @@ class FlowScheduler(GaussianScheduler):
     ) -> Tensor:
         """dx/dt; the model output itself where it predicts the ``flow``."""
         if self.prediction_type == "flow":
+            _check_fit(context, "model_output", model_output, "sample", sample, t)
             return _at_least_float32(model_output)
         return super().velocity(model_output, t, sample, context)
 

@@ -14,6 +14,7 @@ modeling", arXiv 2210.02747.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
+from genkit._checks import check_generator, check_same_shape, checked_count, checked_eta, checked_number, checked_shape, got
 from genkit.errors import ConfigError, nearest
 from genkit.schedulers.base import ConfiguredScheduler
 from genkit.schedulers.transition import GaussianTransition, Noise, distinct, expand_as, linear_combination
@@ -55,9 +57,15 @@ class GaussianScheduler(ConfiguredScheduler):
     source's standard deviation √A of each sample: then σ_t is multiplied by it.
 
     Noise levels are computed in float64 where the device has it; states are computed in at least float32.
+
+    Raises:
+        ConfigError: from every method: tensors of another shape than the state, times or a scale of another batch, and
+            times outside [0, 1] that are Python numbers. Values inside tensors are not looked at, since on an
+            accelerator that would wait for the device.
     """
 
     init_noise_sigma = 1.0
+    context_names = ("scale",)
 
     def _register(self, prediction_type: str, eta: float, num_train_timesteps: int) -> None:
         """Checks and keeps the options that all Gaussian schedulers share."""
@@ -66,11 +74,9 @@ class GaussianScheduler(ConfiguredScheduler):
                 f"prediction_type={prediction_type!r} is unknown; expected one of {', '.join(PREDICTION_TYPES)}."
                 + nearest(prediction_type, PREDICTION_TYPES)
             )
-        if isinstance(num_train_timesteps, bool) or not isinstance(num_train_timesteps, int) or num_train_timesteps < 1:
-            raise ConfigError(f"num_train_timesteps={num_train_timesteps!r}; expected a positive integer")
         self.prediction_type = prediction_type
-        self.eta = _checked_eta(eta)
-        self.num_train_timesteps = num_train_timesteps
+        self.eta = checked_eta(eta)
+        self.num_train_timesteps = checked_count("num_train_timesteps", num_train_timesteps)
         self._times: Tensor | None = None
         one = torch.ones((), dtype=torch.float64)
         if prediction_type == "epsilon" and float(self._levels(one)[0]) == 0.0:
@@ -98,11 +104,12 @@ class GaussianScheduler(ConfiguredScheduler):
 
     @staticmethod
     def _scaled(levels: Any, t: Tensor | float, context: Context | None) -> tuple[Tensor, Tensor]:
-        t = _as_time(t)
-        scale = None if context is None else context.get("scale")
+        t, scale = _as_time(t), _scale_of(context)
         if scale is None:
             alpha, sigma = levels(distinct(t))
             return alpha.expand(t.shape), sigma.expand(t.shape)
+        if t.ndim and scale.ndim and t.shape[0] != scale.shape[0] and 1 not in (t.shape[0], scale.shape[0]):
+            raise ConfigError(f"t has {got(t)}, but context['scale'] has {got(scale)}; expected one of each per sample")
         scale = scale.to(t.device, t.dtype)
         t = distinct(t)
         alpha, sigma = levels(t.reshape(t.shape + (1,) * (scale.ndim - t.ndim)) if t.ndim else t)
@@ -117,9 +124,7 @@ class GaussianScheduler(ConfiguredScheduler):
         Raises:
             ConfigError: ``n`` is not a positive integer.
         """
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ConfigError(f"num_inference_steps={n!r}; expected a positive integer")
-        times = self._grid(n).to(torch.float32)
+        times = self._grid(checked_count("num_inference_steps", n)).to(torch.float32)
         return times.to(device) if _lacks_float64(device) else times.to(torch.float64).to(device)
 
     def _grid(self, n: int) -> Tensor:
@@ -127,13 +132,15 @@ class GaussianScheduler(ConfiguredScheduler):
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor | float, context: Context | None = None) -> Tensor:
         """x_t = α_t x_0 + σ_t ε for unit noise ε, (B, \\*): computed in at least float32, returned as ``x0.dtype``."""
+        _check_fit(context, "noise", noise, "x0", x0, t)
         clean = _at_least_float32(x0)
         alpha, sigma = self.alpha_sigma(t, context)
         return (expand_as(alpha, clean) * clean + expand_as(sigma, clean) * noise.to(clean.dtype)).to(x0.dtype)
 
     def prior(self, keys: Noise, shape: Sequence[int], context: Context | None = None, device: Any = None) -> Tensor:
         """Pure noise σ_1 ε to start a walk from, float32 (B, \\*shape); ``shape`` is one sample's."""
-        noise = keys.normal(shape)
+        noise = keys.normal(checked_shape("shape", shape, "the shape of one sample, a sequence of sizes"))
+        _check_fit(context, "noise", noise, "the noise", noise)
         return expand_as(self.alpha_sigma(torch.ones((), device=noise.device), context)[1], noise) * noise
 
     # ---- prediction types ---------------------------------------------------------------------------------------
@@ -155,6 +162,7 @@ class GaussianScheduler(ConfiguredScheduler):
 
     def to_x0(self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None) -> Tensor:
         """The clean sample x̂_0 that ``model_output`` predicts at (``sample``, t), (B, \\*), in at least float32."""
+        _check_fit(context, "model_output", model_output, "sample", sample, t)
         if self.prediction_type == "sample":
             return _at_least_float32(model_output)
         a, b, _, _ = self._readout(t, *self.alpha_sigma(t, context), context)
@@ -162,6 +170,7 @@ class GaussianScheduler(ConfiguredScheduler):
 
     def from_x0(self, x0: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None) -> Tensor:
         """The model output that stands for the clean sample ``x0`` at (``sample``, t): the inverse of :meth:`to_x0`."""
+        _check_fit(context, "x0", x0, "sample", sample, t)
         x, clean = _at_least_float32(sample), _at_least_float32(x0)
         if self.prediction_type == "sample":
             return clean
@@ -180,6 +189,7 @@ class GaussianScheduler(ConfiguredScheduler):
 
     def target(self, x0: Tensor, noise: Tensor, t: Tensor | float, context: Context | None = None) -> Tensor:
         """What a denoiser with this prediction type should output for the pair (x_0, ε) at t: the regression target."""
+        _check_fit(context, "noise", noise, "x0", x0, t)
         clean, unit = _at_least_float32(x0), _at_least_float32(noise)
         if self.prediction_type == "sample":
             return clean
@@ -189,11 +199,25 @@ class GaussianScheduler(ConfiguredScheduler):
     def velocity(
         self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None
     ) -> Tensor:
-        """dx/dt = α'(t) x̂_0 + σ'(t) ε̂ of the probability-flow ODE, (B, \\*). Multi-stage solvers combine these."""
+        """dx/dt = α'(t) x̂_0 + σ'(t) ε̂ of the probability-flow ODE, (B, \\*). Multi-stage solvers combine these.
+
+        With the levels ``linear`` and ``scaled_linear`` (and ``edm`` with rho < 1) σ' is infinite at t = 0, and so is
+        the velocity: there it is refused for a Python 0, and not finite for samples whose tensor ``t`` is 0. Solvers
+        never ask for it: a walk lands on t = 0 with an Euler step.
+        """
+        _check_fit(context, "model_output", model_output, "sample", sample, t)
+        self._refuse_infinite_rate(t)
         a, b, c, d = self._readout(t, *self.alpha_sigma(t, context), context)
         alpha_rate, sigma_rate = self._rates(t, context)
         of_sample, of_output = alpha_rate * a + sigma_rate * c, alpha_rate * b + sigma_rate * d
         return linear_combination((of_sample, sample), (of_output, model_output))
+
+    def _refuse_infinite_rate(self, t: Tensor | float) -> None:
+        if not isinstance(t, Tensor) and t == 0 and not math.isfinite(self._rates(0.0, None)[1]):
+            raise ConfigError(
+                f"the velocity of {type(self).__name__} is infinite at t=0, where σ ~ √t; expected t > 0 (for the state "
+                "at t = 0 use transition or to_x0)"
+            )
 
     # ---- the kernel ---------------------------------------------------------------------------------------------
 
@@ -216,7 +240,10 @@ class GaussianScheduler(ConfiguredScheduler):
             context: what the kernel needs per sample (``"scale"``).
             eta: stochasticity in [0, 1]; None takes the scheduler's own.
         """
-        eta = self.eta if eta is None else _checked_eta(eta)
+        eta = self.eta if eta is None else checked_eta(eta)
+        _check_fit(context, "model_output", model_output, "sample", sample, t, s)
+        if not isinstance(t, Tensor) and not isinstance(s, Tensor) and s > t:
+            raise ConfigError(f"s={s!r} is after t={t!r}; expected 0 ≤ s ≤ t ≤ 1, since a step goes from noise to data")
         alpha_t, sigma_t = self.alpha_sigma(t, context)
         alpha_s, sigma_s = self.alpha_sigma(s, context)
         a, b, c, d = self._readout(t, alpha_t, sigma_t, context)
@@ -272,6 +299,7 @@ class GaussianScheduler(ConfiguredScheduler):
         Raises:
             ConfigError: before ``set_timesteps``, or for a timestep that is not one of ``timesteps``.
         """
+        check_generator(generator)
         t, s = self._neighbours(timestep)
         transition = self.transition(model_output, t, s, sample)
         x = transition.mean
@@ -284,7 +312,11 @@ class GaussianScheduler(ConfiguredScheduler):
 
     def _neighbours(self, timestep: Tensor | float | int) -> tuple[float, float]:
         timesteps = self.timesteps.cpu()
-        value = float(timestep)
+        if isinstance(timestep, Tensor) and timestep.numel() != 1:
+            raise ConfigError(f"timestep has {got(timestep)}; expected one element of scheduler.timesteps")
+        value = checked_number(
+            "timestep", timestep.item() if isinstance(timestep, Tensor) else timestep, "an element of timesteps"
+        )
         index = int((timesteps - value).abs().argmin())
         spacing = float((timesteps[:-1] - timesteps[1:]).min()) if len(timesteps) > 1 else 1.0
         if abs(float(timesteps[index]) - value) > 0.25 * spacing:
@@ -298,10 +330,36 @@ class GaussianScheduler(ConfiguredScheduler):
         return self.num_train_timesteps
 
 
-def _checked_eta(eta: float) -> float:
-    if not isinstance(eta, (int, float)) or not 0.0 <= eta <= 1.0:
-        raise ConfigError(f"eta={eta!r}; expected a number from 0 (deterministic) to 1 (ancestral)")
-    return float(eta)
+def _check_fit(
+    context: Context | None, name: str, value: Any, reference_name: str, reference: Any, *times: Tensor | float
+) -> None:
+    """Refuses what would fail or broadcast inside: ``value`` is like the reference, times and scale fit its batch."""
+    check_same_shape(name, value, reference_name, reference)
+    batch, scale = reference.shape[:1], _scale_of(context)
+    for t in times:
+        if isinstance(t, Tensor) and t.ndim and t.shape not in (batch, (1,)):
+            raise ConfigError(f"a time has {got(t)}; expected () or {tuple(batch)}, one per sample of {reference_name}")
+    if scale is not None and not _broadcasts(scale.shape, reference.shape):
+        raise ConfigError(
+            f"context['scale'] has {got(scale)}; expected {tuple(batch)}, one per sample of {reference_name} with shape "
+            f"{tuple(reference.shape)}"
+        )
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    """Whether a shape, filled up with ones on the right, broadcasts to another."""
+    return len(shape) <= len(to) and all(k in (1, n) for k, n in zip(shape, to, strict=False))
+
+
+def _scale_of(context: Context | None) -> Tensor | None:
+    if context is None:
+        return None
+    if not isinstance(context, Mapping):
+        raise ConfigError(f"context has type {type(context).__name__}; expected a mapping such as {{'scale': tensor}}")
+    scale = context.get("scale")
+    if "scale" in context and not isinstance(scale, Tensor):
+        raise ConfigError(f"context['scale'] has {got(scale)}; expected a tensor (B,): torch.tensor(…)")
+    return scale
 
 
 def _widths(alpha_t: Tensor, sigma_t: Tensor, alpha_s: Tensor, sigma_s: Tensor, eta: float) -> tuple[Tensor, Tensor]:
@@ -320,7 +378,10 @@ def _lacks_float64(device: torch.device | str | None) -> bool:
 
 def _as_time(t: Tensor | float) -> Tensor:
     if not isinstance(t, Tensor):
-        return torch.tensor(t, dtype=torch.float64)
+        expected = "a number from 0 (data) to 1 (noise), or a tensor of them"
+        return torch.tensor(checked_number("t", t, expected, lambda value: 0.0 <= value <= 1.0), dtype=torch.float64)
+    if t.ndim > 1:
+        raise ConfigError(f"t has {got(t)}; expected () or (B,), one time per sample")
     if not t.is_floating_point():
         raise ConfigError(
             f"t has dtype {t.dtype}; expected times in [0, 1] as floating-point numbers. A diffusers timestep is "

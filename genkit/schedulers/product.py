@@ -76,8 +76,10 @@ class ProductScheduler(ConfiguredScheduler):
         if not schedulers:
             raise ConfigError("ProductScheduler needs at least one field: ProductScheduler({'coords': scheduler, …})")
         if not isinstance(schedulers, Mapping):
-            schedulers = {str(d.get("field")): {k: v for k, v in d.items() if k != "field"} for d in schedulers}
+            schedulers = dict(_described_field(value) for value in _entries(schedulers))
         self.schedulers = {name: _built(name, value) for name, value in schedulers.items()}
+        if masks is not None and not isinstance(masks, Mapping):
+            raise ConfigError(f"masks has type {type(masks).__name__}; expected a mapping from field to mask field")
         self.masks = dict(masks or {})
         for name in self.masks:
             if name not in self.schedulers:
@@ -85,6 +87,12 @@ class ProductScheduler(ConfiguredScheduler):
         described = [{"field": name, **_described(scheduler)} for name, scheduler in self.schedulers.items()]
         self.register_to_config(schedulers=described, masks=self.masks)
         self.prediction_type = {name: getattr(s, "prediction_type", None) for name, s in self.schedulers.items()}
+
+    @property
+    def context_names(self) -> Sequence[str] | None:  # type: ignore[override]
+        """What any of the fields reads; None where one does not say."""
+        names = [getattr(scheduler, "context_names", None) for scheduler in self.schedulers.values()]
+        return None if None in names else sorted({name for known in names for name in known})
 
     def times(self, n: int, device: torch.device | str | None = None) -> Tensor:
         """The times of the first field's scheduler, (n + 1,)."""
@@ -153,6 +161,21 @@ def _field(state: Mapping[str, Any], name: str) -> Any:
     return state[name]
 
 
+def _entries(schedulers: Any) -> Sequence[Any]:
+    if isinstance(schedulers, str) or not isinstance(schedulers, Sequence):
+        raise ConfigError(f"schedulers has type {type(schedulers).__name__}; expected a mapping from field to scheduler")
+    return schedulers
+
+
+def _described_field(entry: Any) -> tuple[str, dict[str, Any]]:
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("field"), str):
+        raise ConfigError(
+            f"schedulers holds a {type(entry).__name__}; expected entries {{'field': …, 'class': …, options}}, or a "
+            "mapping from field to scheduler"
+        )
+    return entry["field"], {key: value for key, value in entry.items() if key != "field"}
+
+
 def _described(scheduler: Any) -> dict[str, Any]:
     options = {key: value for key, value in dict(scheduler.config).items() if not key.startswith("_")}
     return {"class": type(scheduler).__name__, **options}
@@ -160,7 +183,7 @@ def _described(scheduler: Any) -> dict[str, Any]:
 
 def _built(name: str, value: Any) -> Any:
     if not isinstance(value, Mapping):
-        if not callable(getattr(value, "transition", None)):
+        if isinstance(value, type) or not callable(getattr(value, "transition", None)):
             raise ConfigError(f"field {name!r}: {type(value).__name__} has no pure transition; use a genkit scheduler")
         return value
     import genkit.schedulers

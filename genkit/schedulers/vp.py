@@ -9,6 +9,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401  (diffusers looks it up here by name)
 from torch import Tensor
 
+from genkit._checks import checked_count, checked_number
 from genkit.errors import ConfigError, nearest
 from genkit.schedulers.gaussian import GaussianScheduler
 
@@ -63,19 +64,23 @@ class VPScheduler(GaussianScheduler):
                 f"schedule={schedule!r} is unknown; expected one of {', '.join(SCHEDULES)}."
                 + nearest(schedule, SCHEDULES)
             )
-        if not 0 < beta_start < beta_end < 1:
-            given = f"beta_start={beta_start!r}, beta_end={beta_end!r}"
-            raise ConfigError(f"{given}; expected 0 < beta_start < beta_end < 1")
-        if not (0 < sigma_min < sigma_max and rho > 0):
-            given = f"sigma_min={sigma_min!r}, sigma_max={sigma_max!r}, rho={rho!r}"
-            raise ConfigError(f"{given}; expected 0 < sigma_min < sigma_max, rho > 0")
         self.schedule = schedule
-        self.beta_start, self.beta_end = beta_start, beta_end
-        self.sigma_min, self.sigma_max, self.rho = sigma_min, sigma_max, rho
-        self.num_train_timesteps = num_train_timesteps
+        self._set_levels(beta_start=beta_start, beta_end=beta_end, sigma_min=sigma_min, sigma_max=sigma_max, rho=rho)
+        self.num_train_timesteps = checked_count("num_train_timesteps", num_train_timesteps)
         if "linear" in schedule:
+            self._refuse_too_few_factors()
             self._first_sum = float(_euler_maclaurin(*self._weight(torch.zeros((), dtype=torch.float64))))
         self._register(prediction_type, eta, num_train_timesteps)
+
+    def _set_levels(self, **options: float) -> None:
+        for name, value in options.items():
+            setattr(self, name, checked_number(name, value, "a number"))
+        if not 0 < self.beta_start < self.beta_end < 1:
+            given = f"beta_start={self.beta_start!r}, beta_end={self.beta_end!r}"
+            raise ConfigError(f"{given}; expected 0 < beta_start < beta_end < 1")
+        if not (0 < self.sigma_min < self.sigma_max < math.inf and 0 < self.rho < math.inf):
+            given = f"sigma_min={self.sigma_min!r}, sigma_max={self.sigma_max!r}, rho={self.rho!r}"
+            raise ConfigError(f"{given}; expected 0 < sigma_min < sigma_max, rho > 0, all finite")
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         if self.schedule == "cosine":

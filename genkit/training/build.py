@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 __all__ = ["build_networks", "release_networks"]
+
+log = logging.getLogger("genkit.training")
 
 
 def build_networks(
@@ -93,6 +96,16 @@ def _average(network: TrainedNetwork, config: TrainerConfig, before: TrainedNetw
         shapes = {n: p.shape for n, p in network.parameters.items()}
         if shapes == {n: s.shape for n, s in before.ema.shadow.items()}:
             return before.ema
+    initial = decay**config.max_steps
+    if config.ema_start_step == 0 and initial > 0.01:
+        log.warning(
+            "ema_decay=%s over max_steps=%d leaves %.0f %% of the initial weights in the average of %s; set "
+            "ema_start_step (half of the steps, say) or a smaller ema_decay",
+            decay,
+            config.max_steps,
+            100 * initial,
+            network.name,
+        )
     return EMA(network.parameters, decay, config.ema_start_step)
 
 

@@ -62,8 +62,13 @@ def count_replaced(terminal: Tensor) -> tuple[int, int]:
 
 
 def _representable(law: str, value: Tensor) -> Tensor:
-    """Zeros and infinities replaced by float64's smallest normal and largest value, with a warning that counts them."""
+    """Zeros and infinities replaced by float64's smallest normal and largest value, with a warning that counts them.
+
+    On an accelerator nothing is counted, since reading a count would make the step wait: see :func:`count_replaced`.
+    """
     kept = value.clamp(_TINY, _HUGE)
+    if kept.device.type != "cpu":
+        return kept
     small, large = count_replaced(kept)
     if small or large:
         warnings.warn(
@@ -74,26 +79,37 @@ def _representable(law: str, value: Tensor) -> Tensor:
     return kept
 
 
+# the uniforms are at least 2^-53 away from 0 and 1, which is a logit of ±36.8
+_LOGIT_END, _LOGIT_CELLS = 37.0, 8192
+
+
 @lru_cache(maxsize=32)
-def _log_gamma_spline(shape: float) -> CubicSpline:
-    """log g as a function of logit u, where P(g ≤ x) = u and g ~ Gamma(shape, 1): a table over all keyed uniforms.
+def _log_gamma_spline(shape: float, device: torch.device) -> Tensor:
+    """log g as a function of logit u, where P(g ≤ x) = u and g ~ Gamma(shape, 1): a cubic spline.
 
     Below e^-40 the law is P(g ≤ x) = x^shape / Γ(shape + 1) within rounding, which is inverted in logarithms, so that
     nothing underflows for a small shape.
+
+    Returns:
+        float64 (4, cells): the coefficients of each cell in powers of the offset from its start, the highest first.
     """
-    logit = np.linspace(-37.0, 37.0, 8193)  # the uniforms are at least 2^-53 away from 0 and 1
+    logit = np.linspace(-_LOGIT_END, _LOGIT_END, _LOGIT_CELLS + 1)
     log_g = (special.log_expit(logit) + special.gammaln(shape + 1)) / shape
     # each half of (0, 1) through the function that keeps its relative accuracy
     low, high = (log_g >= -40) & (logit <= 0), (log_g >= -40) & (logit > 0)
     log_g[low] = np.log(special.gammaincinv(shape, special.expit(logit[low])))
     log_g[high] = np.log(special.gammainccinv(shape, special.expit(-logit[high])))
-    return CubicSpline(logit, log_g)
+    return torch.from_numpy(CubicSpline(logit, log_g).c).to(device)
 
 
 def _log_gamma_draw(shape: float, uniform: Tensor) -> Tensor:
     """log g for g ~ Gamma(shape, 1), by inversion at keyed uniforms (relative error of g below 1e-9)."""
-    u = uniform.cpu().numpy()
-    return torch.from_numpy(_log_gamma_spline(shape)(np.log(u) - np.log1p(-u))).to(uniform.device)
+    width = 2 * _LOGIT_END / _LOGIT_CELLS
+    place = torch.log(uniform) - torch.log1p(-uniform) + _LOGIT_END
+    cell = (place / width).long()
+    offset = place - cell * width
+    c3, c2, c1, c0 = _log_gamma_spline(shape, uniform.device)[:, cell]
+    return ((c3 * offset + c2) * offset + c1) * offset + c0
 
 
 class Clock(ABC):
@@ -298,8 +314,8 @@ class StableClock(Clock):
         return 1.0 if self.normalisation == "gaussian" else 2 * self.scale * self.scale
 
     def _draw(self, keys: Keys, shape: tuple[int, ...], log_factor: float) -> Tensor:
-        uniform, exponential = keys.at(purpose="clock/u").uniform(shape), keys.at(purpose="clock/e").exponential(shape)
-        return torch.exp(log_kanter(uniform, exponential, self.alpha) + log_factor)
+        uniform, other = keys.at(purpose="clock/stable").uniform((*shape, 2)).unbind(-1)
+        return torch.exp(log_kanter(uniform, -torch.log(other), self.alpha) + log_factor)
 
     def terminal(self, keys: Keys) -> Tensor:
         if self.alpha == 2:

@@ -155,7 +155,7 @@ def build(config: Config) -> Recipe:
     """The objective, its data, and how the result becomes a pipeline folder."""
     data = config.data.load("train")
     denoiser = build_denoiser(config, data)
-    objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), config.coupling, config.loss_weight)
+    objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), config.loss_weight)
 
     def save_pipeline(folder: Path, networks: Mapping[str, nn.Module]) -> None:
         pipe = HeavyTailedFlowPipeline(cast(ClockDenoiser, networks["denoiser"]), FlowScheduler())

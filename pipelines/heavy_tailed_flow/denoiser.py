@@ -215,7 +215,7 @@ class ClockDenoiser(ModelMixin, ConfigMixin):
         if cond is None or "clock" not in cond or "features" not in cond:
             raise ConfigError(f"ClockDenoiser needs cond with 'clock' and 'features'; got {sorted(cond or {})}")
         c_skip, c_out, c_in = (expand_as(c, x) for c in self.coefficients(t, cond["clock"]))
-        inner = self.network(soft_clip(c_in * x).to(self.dtype), t, cond["features"], cond.get("class_labels"))
+        inner = self.network(soft_clip(c_in * x), t, cond["features"], cond.get("class_labels"))
         return c_skip * x + c_out * inner.to(x.dtype)
 
 

@@ -34,7 +34,6 @@ class HeavyTailedFlowObjective(Objective):
     Args:
         denoiser: fitted to the data (:meth:`ClockDenoiser.fit`).
         scheduler: a flow scheduler with ``flow`` prediction.
-        coupling: ``"independent"`` or ``"rank"``.
         loss_weight: ``"velocity"`` or ``"residual"``, see above.
 
     Raises:
@@ -47,7 +46,6 @@ class HeavyTailedFlowObjective(Objective):
         self,
         denoiser: ClockDenoiser,
         scheduler: FlowScheduler,
-        coupling: str = "rank",
         loss_weight: LossWeight = "velocity",
     ) -> None:
         if scheduler.prediction_type != denoiser.prediction_type:
@@ -57,7 +55,7 @@ class HeavyTailedFlowObjective(Objective):
             )
         if loss_weight not in get_args(LossWeight):
             raise ConfigError(f"loss_weight={loss_weight!r}; expected one of {', '.join(get_args(LossWeight))}")
-        self.denoiser, self.scheduler, self.coupling, self.loss_weight = denoiser, scheduler, coupling, loss_weight
+        self.denoiser, self.scheduler, self.loss_weight = denoiser, scheduler, loss_weight
 
     def networks(self) -> Mapping[str, nn.Module]:
         return {"denoiser": self.denoiser}
@@ -65,15 +63,15 @@ class HeavyTailedFlowObjective(Objective):
     def loss(self, turn: str, batch: Mapping[str, Tensor], *, step: int, keys: Keys) -> LossOutput:
         x0 = self.denoiser.transform.standardise(batch["sample"])
         labels = batch.get("label")
+        t, tie_break = keys.at(purpose="time").uniform((2,)).unbind(-1)
         with torch.no_grad():
             path = self.denoiser.clock.path(keys.at(purpose="clock"), self.denoiser.features.grid).to(x0.device)
-            tie_break = keys.at(purpose="coupling").uniform()
-            path = path[couple_clocks(self.coupling, path[:, -1], x0.norm(dim=1), tie_break, labels)]
+            path = path[couple_clocks(self.denoiser.config["coupling"], path[:, -1], x0.norm(dim=1), tie_break, labels)]
             cond = {"clock": path[:, -1], "features": self.denoiser.features(path)}
         if labels is not None:
             cond["class_labels"] = labels
         context = {"scale": cond["clock"].sqrt()}
-        t = keys.at(purpose="time").uniform(dtype=torch.float32)
+        t = t.to(torch.float32)
         noise = keys.at(purpose="noise").normal(x0.shape[1:], x0.dtype)
         x_t = self.scheduler.add_noise(x0, noise, t, context)
         error = self.net("denoiser")(x_t, t, cond) - self.scheduler.target(x0, noise, t, context)

@@ -103,3 +103,12 @@ def test_rates_and_averages_by_network(tmp_path):
                     toys.TwoNetworks(), toys.config(tmp_path / "b", **changes), toys.make_data(dtype=torch.float64)
                 ).train()
             )
+
+
+def test_an_average_that_keeps_its_initial_weights_is_announced(tmp_path, caplog):
+    """0.99^5 = 95 % of what a run of five steps averages is the untrained network."""
+    for start, told in ((0, True), (3, False)):
+        settings = toys.config(tmp_path / str(start), ema_decay=0.99, ema_start_step=start, max_steps=5)
+        caplog.clear()
+        list(Trainer(toys.Regression(), settings, toys.make_data()).train())
+        assert ("95 % of the initial weights" in caplog.text) is told

@@ -219,7 +219,7 @@ def loss_of(clock, coupling="independent", weight="velocity", seed=0):
     denoiser = make_denoiser(clock, coupling=coupling)
     data = torch.randn(300, 2, generator=torch.Generator().manual_seed(5))
     denoiser.fit(data, "whiten")
-    objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), coupling, weight)
+    objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), weight)
     batch = {"sample": data[:64], "sample_id": torch.arange(64)}
     return (
         objective,
@@ -255,7 +255,7 @@ def test_loss_weights_have_their_meaning():
         denoiser = make_denoiser(clock)
         data = torch.randn(60_000, 2, generator=torch.Generator().manual_seed(5))
         denoiser.fit(data, "whiten")
-        objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), "independent", "residual")
+        objective = HeavyTailedFlowObjective(denoiser, FlowScheduler(), "residual")
         ids = torch.arange(len(data))
         loss = objective.loss("denoiser", {"sample": data}, step=0, keys=training_keys(1, 0, ids)).loss
         assert loss.item() == pytest.approx(1.0, abs=0.02)
