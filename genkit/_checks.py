@@ -72,12 +72,12 @@ def check_same_shape(name: str, value: Any, reference_name: str, reference: Any)
 
 def check_generator(generator: Any) -> None:
     """Refuses what is neither a ``torch.Generator``, a sequence of them, nor None."""
-    for one in generator if isinstance(generator, Sequence) else [generator]:
-        if one is not None and not isinstance(one, torch.Generator) or (one is None and one is not generator):
-            raise ConfigError(
-                f"generator={reprlib.repr(generator)}; expected a torch.Generator, a list with one per sample, or None. "
-                "For a seed: torch.Generator().manual_seed(seed)"
-            )
+    several = generator if isinstance(generator, Sequence) else [generator]
+    if generator is not None and not all(isinstance(one, torch.Generator) for one in several):
+        raise ConfigError(
+            f"generator={reprlib.repr(generator)}; expected a torch.Generator, a list with one per sample, or None "
+            "(for a seed: torch.Generator().manual_seed(seed))"
+        )
 
 
 def checked_changes(changed: Any, names: Collection[str]) -> Mapping[str, Any]:

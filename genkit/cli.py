@@ -143,8 +143,10 @@ def _move(pipe: Any, device: str) -> None:
 
 def _sample(options: argparse.Namespace) -> int:
     from genkit.pipeline import load
+    from genkit.serialization import check_target
     from genkit.training.config_files import apply_overrides
 
+    check_target(options.out)
     call = apply_overrides({}, options.overrides)
     pipe = load(options.pipe)
     call = {"num_samples": options.num_samples, **_checked_call(pipe, call)}

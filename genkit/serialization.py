@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # hashing and JSON must not cost the import of torch
 __all__ = [
     "MANIFEST",
     "canonical_hash",
+    "check_target",
     "file_sha256",
     "installed_versions",
     "load_json",
@@ -187,6 +188,18 @@ def write_folder(folder: Path, write: Callable[[Path], None], *, meta: Mapping[s
         shutil.rmtree(stage, ignore_errors=True)
     _remove_leftovers(folder)
     return folder
+
+
+def check_target(folder: Path) -> None:
+    """Refuse before a long computation what `write_folder` would refuse after it: a foreign or unwritable place.
+
+    Raises `CheckpointError`.
+    """
+    folder = Path(os.path.abspath(folder))
+    _refuse_foreign_target(folder)
+    parent = next(place for place in folder.parents if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise CheckpointError(f"{folder}: cannot be made, since {parent} is not a writable folder; give another path.")
 
 
 def _refuse_foreign_target(folder: Path) -> None:

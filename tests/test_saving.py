@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import DDIMScheduler
+from pipeline_tester import PipelineTesterMixin
 from torch import nn
 
 import genkit
@@ -16,7 +17,6 @@ from genkit import _components, serialization
 from genkit.errors import CheckpointError, ConfigError
 from genkit.pipeline import GenkitPipeline
 from genkit.serialization import file_sha256, load_json, load_tensors, save_json, save_tensors, verify_folder
-from pipeline_tester import PipelineTesterMixin
 from tests.toy_pipeline import ToyPipeline, tiny_unet, toy_pipeline
 
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from genkit._checks import check_generator, checked_count
 from genkit.errors import ConfigError
 
 __all__ = ["Keys", "draw_keys", "philox4x32", "purpose_code", "training_keys"]
@@ -176,8 +177,10 @@ def draw_keys(
         device: where the keys, and therefore the noise, are wanted.
 
     Raises:
-        ConfigError: a list of generators whose length is not ``batch_size``.
+        ConfigError: something else than generators, or a list of them whose length is not ``batch_size``.
     """
+    check_generator(generator)
+    batch_size = checked_count("batch_size", batch_size, "an integer, at least 0", 0)
     top = torch.iinfo(torch.int64).max
     if isinstance(generator, Sequence):
         if len(generator) != batch_size:

@@ -16,8 +16,8 @@ name           order  step
 =============  =====  ===========================================================================================
 
 References: Karras et al., arXiv 2206.00364 (Heun); Lu et al., "DPM-Solver++", arXiv 2211.01095, algorithms 1 and 2;
-Zhao et al., "UniPC", arXiv 2302.04867, eq. 5 and 8. Where λ is infinite (pure noise) a step falls back to its
-first-order form, which costs no order since it happens once.
+Zhao et al., "UniPC", arXiv 2302.04867, eq. 5 and 8. Where λ_t is infinite (pure noise) ``dpmpp_2m`` and ``unipc`` take
+their first-order step and ``dpmpp_2s`` the limit r → 1; that costs no order, since it happens once.
 
 The last step onto t = 0 is an Euler step for all: it is exact where x̂_0 no longer depends on x_t, and otherwise its
 error is of the order of σ² at the last time before 0. With σ ~ t that is O(h²); with the ``linear`` and
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from genkit._checks import checked_eta
 from genkit.errors import ConfigError, nearest
 from genkit.schedulers.transition import distinct, linear_combination
 
@@ -177,7 +178,7 @@ class AncestralSolver(ChainSolver):
     stochastic = True
 
     def __init__(self, eta: float | None = None) -> None:
-        self.eta = eta
+        self.eta = None if eta is None else checked_eta(eta)
 
     def _step(
         self, chain: _Chain, x: Any, t: Tensor, s: Tensor, history: tuple[Tensor, ...]
@@ -337,20 +338,26 @@ SOLVERS: dict[str, Callable[[], Solver]] = {
 }
 
 
+_MEMBERS = ("evaluations", "stochastic", "init", "step")
+
+
 def make_solver(solver: str | Solver, eta: float | None = None) -> Solver:
     """The solver of a name, or a :class:`Solver` as it is.
 
     Raises:
-        ConfigError: an unknown name, or ``eta`` > 0 with a solver other than ``ancestral``.
+        ConfigError: an unknown name, no solver at all, ``eta`` outside [0, 1], or ``eta`` > 0 with a solver other than
+            ``ancestral``.
     """
     if isinstance(solver, str) and solver not in SOLVERS:
         raise ConfigError(
             f"solver={solver!r} is unknown; expected one of {', '.join(SOLVERS)}." + nearest(solver, SOLVERS)
         )
+    if not isinstance(solver, str) and (isinstance(solver, type) or not all(hasattr(solver, n) for n in _MEMBERS)):
+        kind = f"the class {solver.__name__}" if isinstance(solver, type) else f"a {type(solver).__name__}"
+        raise ConfigError(f"solver is {kind}; expected a Solver object or one of {', '.join(SOLVERS)}")
     if solver == "ancestral":
         return AncestralSolver(eta)
-    if eta is not None and eta > 0:
-        raise ConfigError(
-            f"eta={eta} acts only in the solver 'ancestral', not in {solver!r}; drop it or change the solver"
-        )
+    if eta is not None and checked_eta(eta) > 0:
+        name = repr(solver) if isinstance(solver, str) else type(solver).__name__
+        raise ConfigError(f"eta={eta} acts only in the solver 'ancestral', not in {name}; drop it or change the solver")
     return SOLVERS[solver]() if isinstance(solver, str) else solver

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_call
 
-from genkit.errors import ConfigError
+from genkit._checks import check_same_shape, checked_changes, checked_count, checked_shape, got
+from genkit.errors import ConfigError, nearest
 from genkit.samplers.noise import Keys, draw_keys
 from genkit.samplers.solvers import (
     AncestralSolver,
@@ -84,7 +87,8 @@ def rollout(
         num_inference_steps: number of steps n (or give ``times``).
         shape: shape of the state (B, \\*) when ``x`` is None; one a field where the state has parts.
         cond: what the denoiser is told, tensors with batch size B.
-        context: what the kernel needs per sample, tensors with batch size B (``"scale"``).
+        context: what the kernel needs per sample, tensors with batch size B: the names in the scheduler's
+            ``context_names`` (``"scale"``, finite and not negative, for the Gaussian ones).
         generator: one generator, one per sample, or :class:`~genkit.samplers.Keys` (in training); None is torch's
             global generator.
         times: the n + 1 times, strictly decreasing, in [0, 1] (None: ``scheduler.times(n)``); rounded to float32.
@@ -100,14 +104,16 @@ def rollout(
         return_trajectory: also return the states of all times.
         return_log_probs: also return the log-density of each step (solvers ``"euler"`` and ``"ancestral"``).
         callback_on_step_end: called as ``callback(step, t, {"sample": …, "x0": …})`` after each step; a returned
-            mapping with ``"sample"`` replaces the state.
+            mapping with ``"sample"`` (of the same shape, type and device) replaces the state.
         compile: run the step through ``torch.compile(fullgraph=True)``.
         progress: show a progress bar.
 
     Raises:
-        ConfigError: arguments that contradict each other; the message names them.
+        ConfigError: arguments that cannot mean what they say or contradict each other, or a denoiser or callback that
+            returns something else than a tensor of the state's shape; the message names it.
     """
     solver = make_solver(solver, eta)
+    _check_callables(denoiser, scheduler, callback_on_step_end)
     _check_prediction_type(denoiser, scheduler)
     _check_solver(solver, scheduler, own_times=times is not None or stop_at is not None)
     if return_log_probs and not isinstance(solver, (EulerSolver, AncestralSolver)):
@@ -169,8 +175,8 @@ class _Walk:
         ends = float(self.grid[step + 1]) == 0.0
         solver = EulerSolver() if ends and self.solver.evaluations > 1 else self.solver
         noise = self.keys.at(step=step, purpose="transition") if solver.stochastic else None
-        advance = _compiled_advance() if self.compile else _advance
         past = SolverState(history=state.history)  # the last step's evaluation is the walk's, not the next step's
+        advance = _compiled_step if self.compile else _advance
         return advance(solver, self._denoiser(step), self.scheduler, x, t, s, past, self.cond, self.context, noise)
 
     def _denoiser(self, step: int) -> Denoiser:
@@ -251,6 +257,26 @@ def _compiled_advance() -> Callable[..., Any]:
     return torch.compile(_advance, fullgraph=True)
 
 
+def _compiled_step(*arguments: Any) -> tuple[Any, SolverState]:
+    try:
+        return _compiled_advance()(*arguments)
+    except torch._dynamo.exc.Unsupported:
+        _advance(*arguments)  # an error of ours inside is "unsupported" to the compiler: let it speak for itself
+        raise
+
+
+def _check_callables(denoiser: Any, scheduler: Any, callback: Any) -> None:
+    functions = {"denoiser": denoiser} if callback is None else {"denoiser": denoiser, "callback_on_step_end": callback}
+    for name, value in functions.items():
+        if not callable(value):
+            raise ConfigError(f"{name} has {got(value)}; expected a function or module")
+    if isinstance(scheduler, type) or not all(callable(getattr(scheduler, n, None)) for n in ("times", "transition")):
+        kind = f"the class {scheduler.__name__}" if isinstance(scheduler, type) else f"a {type(scheduler).__name__}"
+        raise ConfigError(
+            f"scheduler is {kind}; expected a genkit scheduler object, or DiffusersScheduler(…) around one of diffusers"
+        )
+
+
 def _check_prediction_type(denoiser: Denoiser, scheduler: Any) -> None:
     declared, expected = getattr(denoiser, "prediction_type", None), getattr(scheduler, "prediction_type", None)
     if declared is not None and expected is not None and declared != expected:
@@ -278,16 +304,21 @@ def _walk_times(scheduler: Any, n: int | None, times: Tensor | Sequence[float] |
     """The walk's times on the CPU, float64 with float32 values."""
     if times is None and n is None:
         raise ConfigError("the walk has no length: give num_inference_steps or times")
+    n = None if n is None else checked_count("num_inference_steps", n)
     grid = scheduler.times(n) if times is None else _checked_times(times, n)
     if stop_at is None:
         return grid
-    if not 0 <= stop_at < len(grid) - 1:
-        raise ConfigError(f"stop_at={stop_at}; expected a step from 0 to {len(grid) - 2}")
+    expected = f"a step from 0 to {len(grid) - 2}"
+    if checked_count("stop_at", stop_at, expected, 0) > len(grid) - 2:
+        raise ConfigError(f"stop_at={stop_at}; expected {expected}")
     return torch.cat((grid[: stop_at + 1], grid.new_zeros(1)))
 
 
 def _checked_times(times: Tensor | Sequence[float], n: int | None) -> Tensor:
-    grid = torch.as_tensor(times, dtype=torch.float64).detach().cpu().to(torch.float32).to(torch.float64)
+    try:
+        grid = torch.as_tensor(times, dtype=torch.float64).detach().cpu().to(torch.float32).to(torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"times={reprlib.repr(times)} are not numbers; expected a sequence of n + 1 times") from error
     if grid.ndim != 1 or len(grid) < 2:
         raise ConfigError(f"times has shape {tuple(grid.shape)}; expected (n + 1,) with n at least 1")
     if n is not None and n != len(grid) - 1:
@@ -300,14 +331,18 @@ def _checked_times(times: Tensor | Sequence[float], n: int | None) -> Tensor:
 
 def _window(grad_steps: int | Sequence[int], n: int) -> frozenset[int]:
     """The indices of the steps that are differentiated."""
-    if isinstance(grad_steps, int):
-        if not 0 <= grad_steps <= n:
+    if isinstance(grad_steps, (str, bool)) or not isinstance(grad_steps, (Integral, Iterable)):
+        given = reprlib.repr(grad_steps)
+        raise ConfigError(f"grad_steps={given}; expected how many of the last steps to differentiate, or step indices")
+    if isinstance(grad_steps, Integral):
+        if not 0 <= int(grad_steps) <= n:
             raise ConfigError(f"grad_steps={grad_steps}; expected 0 to {n}, the number of steps of the walk")
-        return frozenset(range(n - grad_steps, n))
-    wrong = [step for step in grad_steps if not 0 <= step < n]
+        return frozenset(range(n - int(grad_steps), n))
+    steps: list[Any] = list(grad_steps)
+    wrong = [step for step in steps if not isinstance(step, Integral) or step is True or int(step) not in range(n)]
     if wrong:
         raise ConfigError(f"grad_steps holds {wrong}; expected step indices from 0 to {n - 1}")
-    return frozenset(grad_steps)
+    return frozenset(int(step) for step in steps)
 
 
 def _start(
@@ -322,7 +357,13 @@ def _start(
     if (x is None) == (shape is None):
         got = "neither" if x is None else "both"
         raise ConfigError(f"give either x (a state to start from) or shape=(B, *) to draw one; got {got}")
-    batch = _batch_of(x) if shape is None else _first(shape)[0]
+    shapes = _map(x, _shape_of_tensor) if shape is None else _map(shape, _shape_with_batch)
+    if len({sizes[0] for sizes in _values(shapes)}) != 1:
+        raise ConfigError(f"the state's parts have the shapes {shapes}; expected one batch size, the first of each")
+    batch = _first(shapes)[0]
+    _check_tensors("cond", cond, batch)
+    _check_tensors("context", context, batch)
+    _check_context(scheduler, context)
     device = _device_of(x) if x is not None else next(iter((context or {}).values()), torch.empty(0)).device
     if isinstance(generator, Keys):
         if len(generator) != batch:
@@ -330,18 +371,41 @@ def _start(
         keys = _keys_of_walk(generator)
     else:
         keys = draw_keys(generator, batch, device)
-    _check_batch("context", context, batch)
-    _check_batch("cond", cond, batch)
     if x is None:
-        one = _map(shape, lambda sizes: tuple(sizes[1:]))
+        one = _map(shapes, lambda sizes: sizes[1:])
         x = scheduler.prior(keys.at(purpose="latents"), one, context)
     return x, keys
 
 
-def _check_batch(kind: str, values: Mapping[str, Tensor] | None, batch: int) -> None:
+def _shape_with_batch(shape: Any) -> tuple[int, ...]:
+    return checked_shape("shape", shape, "(B, *), a sequence of sizes with the batch first", least=1)
+
+
+def _shape_of_tensor(x: Any) -> tuple[int, ...]:
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise ConfigError(f"x has {got(x)}; expected a tensor (B, *) with the batch first, or a dict of them")
+    return tuple(x.shape)
+
+
+def _check_tensors(kind: str, values: Any, batch: int) -> None:
+    if values is not None and not isinstance(values, Mapping):
+        raise ConfigError(f"{kind} has {got(values)}; expected a mapping from names to tensors, or None")
     for name, value in (values or {}).items():
-        if isinstance(value, Tensor) and value.shape[:1] != (batch,):
-            raise ConfigError(f"{kind}[{name!r}] has shape {tuple(value.shape)}; expected the batch size {batch} first")
+        if not isinstance(value, Tensor) or value.shape[:1] != (batch,):
+            raise ConfigError(f"{kind}[{name!r}] has {got(value)}; expected a tensor with the batch size {batch} first")
+
+
+def _check_context(scheduler: Any, context: Context | None) -> None:
+    known = getattr(scheduler, "context_names", None)
+    for name in context or {}:
+        if known is not None and name not in known:
+            raise ConfigError(
+                f"{type(scheduler).__name__} reads no context {name!r}; it reads {', '.join(known) or 'none'}."
+                f"{nearest(name, known)} What the network is told goes into cond"
+            )
+    scale = (context or {}).get("scale")
+    if scale is not None and not bool(((scale >= 0) & torch.isfinite(scale)).all()):  # one wait for the device a walk
+        raise ConfigError("context['scale'] holds negative or non-finite values; expected standard deviations")
 
 
 def _keys_of_walk(keys: Keys) -> Keys:
@@ -357,8 +421,19 @@ def _log_prob(transition: Any, x: Any) -> Tensor:
 
 
 def _call_back(callback: Callback, step: int, grid: Tensor, x: Any, clean: Any) -> Any:
-    changed = callback(step, float(grid[step]), {"sample": x, "x0": clean})
-    return x if not changed else changed.get("sample", x)
+    changed = checked_changes(callback(step, float(grid[step]), {"sample": x, "x0": clean}), ("sample", "x0"))
+    if "sample" not in changed:
+        return x
+    new, parts = changed["sample"], x if isinstance(x, Mapping) else {None: x}
+    if isinstance(x, Mapping) and (not isinstance(new, Mapping) or set(new) != set(x)):
+        raise ConfigError(f"the callback's sample has {got(new)}; expected a mapping with the fields {', '.join(x)}")
+    for name, old in parts.items():
+        value = new if name is None else new[name]
+        check_same_shape("the callback's sample", value, "the state", old)
+        if (value.dtype, value.device) != (old.dtype, old.device):
+            expected = f"{old.dtype} on {old.device}"
+            raise ConfigError(f"the callback's sample is {value.dtype} on {value.device}; expected {expected}")
+    return new
 
 
 def _progress(n: int, show: bool) -> Any:
@@ -374,11 +449,11 @@ def _map(x: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _first(x: Any) -> Any:
-    return next(iter(x.values())) if isinstance(x, Mapping) else x
+    return _values(x)[0]
 
 
-def _batch_of(x: Any) -> int:
-    return _first(x).shape[0]
+def _values(x: Any) -> list[Any]:
+    return list(x.values()) if isinstance(x, Mapping) else [x]
 
 
 def _device_of(x: Any) -> torch.device:

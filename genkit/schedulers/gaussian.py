@@ -25,7 +25,15 @@ from diffusers.utils import BaseOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 
-from genkit._checks import check_generator, check_same_shape, checked_count, checked_eta, checked_number, checked_shape, got
+from genkit._checks import (
+    check_generator,
+    check_same_shape,
+    checked_count,
+    checked_eta,
+    checked_number,
+    checked_shape,
+    got,
+)
 from genkit.errors import ConfigError, nearest
 from genkit.schedulers.base import ConfiguredScheduler
 from genkit.schedulers.transition import GaussianTransition, Noise, distinct, expand_as, linear_combination
@@ -140,7 +148,7 @@ class GaussianScheduler(ConfiguredScheduler):
     def prior(self, keys: Noise, shape: Sequence[int], context: Context | None = None, device: Any = None) -> Tensor:
         """Pure noise σ_1 ε to start a walk from, float32 (B, \\*shape); ``shape`` is one sample's."""
         noise = keys.normal(checked_shape("shape", shape, "the shape of one sample, a sequence of sizes"))
-        _check_fit(context, "noise", noise, "the noise", noise)
+        _check_fit(context, "noise", noise, "noise", noise)
         return expand_as(self.alpha_sigma(torch.ones((), device=noise.device), context)[1], noise) * noise
 
     # ---- prediction types ---------------------------------------------------------------------------------------
@@ -215,8 +223,8 @@ class GaussianScheduler(ConfiguredScheduler):
     def _refuse_infinite_rate(self, t: Tensor | float) -> None:
         if not isinstance(t, Tensor) and t == 0 and not math.isfinite(self._rates(0.0, None)[1]):
             raise ConfigError(
-                f"the velocity of {type(self).__name__} is infinite at t=0, where σ ~ √t; expected t > 0 (for the state "
-                "at t = 0 use transition or to_x0)"
+                f"the velocity of {type(self).__name__} is infinite at t=0, as dσ/dt is there; expected t > 0 (a step "
+                "onto t = 0 is a transition)"
             )
 
     # ---- the kernel ---------------------------------------------------------------------------------------------
@@ -338,11 +346,12 @@ def _check_fit(
     batch, scale = reference.shape[:1], _scale_of(context)
     for t in times:
         if isinstance(t, Tensor) and t.ndim and t.shape not in (batch, (1,)):
-            raise ConfigError(f"a time has {got(t)}; expected () or {tuple(batch)}, one per sample of {reference_name}")
+            raise ConfigError(
+                f"a time has {got(t)}; expected () or {tuple(batch)}, for {reference_name} has {got(reference)}"
+            )
     if scale is not None and not _broadcasts(scale.shape, reference.shape):
         raise ConfigError(
-            f"context['scale'] has {got(scale)}; expected {tuple(batch)}, one per sample of {reference_name} with shape "
-            f"{tuple(reference.shape)}"
+            f"context['scale'] has {got(scale)}; expected {tuple(batch)}, for {reference_name} has {got(reference)}"
         )
 
 

@@ -91,8 +91,13 @@ class ProductScheduler(ConfiguredScheduler):
     @property
     def context_names(self) -> Sequence[str] | None:  # type: ignore[override]
         """What any of the fields reads; None where one does not say."""
-        names = [getattr(scheduler, "context_names", None) for scheduler in self.schedulers.values()]
-        return None if None in names else sorted({name for known in names for name in known})
+        names: set[str] = set()
+        for scheduler in self.schedulers.values():
+            known = getattr(scheduler, "context_names", None)
+            if known is None:
+                return None
+            names.update(known)
+        return sorted(names)
 
     def times(self, n: int, device: torch.device | str | None = None) -> Tensor:
         """The times of the first field's scheduler, (n + 1,)."""
@@ -163,7 +168,9 @@ def _field(state: Mapping[str, Any], name: str) -> Any:
 
 def _entries(schedulers: Any) -> Sequence[Any]:
     if isinstance(schedulers, str) or not isinstance(schedulers, Sequence):
-        raise ConfigError(f"schedulers has type {type(schedulers).__name__}; expected a mapping from field to scheduler")
+        raise ConfigError(
+            f"schedulers has type {type(schedulers).__name__}; expected a mapping from field to scheduler"
+        )
     return schedulers
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from genkit._checks import check_same_shape, got
 from genkit.errors import ConfigError
 
 __all__ = [
@@ -87,6 +88,8 @@ def linear_combination(*terms: tuple[Tensor, Tensor]) -> Tensor:
 def _sum_over_elements(values: Tensor, mask: Tensor | None) -> Tensor:
     """Sums (B, *) over all but the batch; where ``mask`` (B, N) is False the elements add 0."""
     if mask is not None:
+        if mask.shape != values.shape[: mask.ndim]:
+            raise ConfigError(f"the mask has {got(mask)}; expected (B, N) of a state with {got(values)}")
         values = torch.where(expand_as(mask.to(values.dtype), values) > 0, values, torch.zeros_like(values))
     return values.reshape(values.shape[0], values[0].numel() if len(values) else 0).sum(dim=1)
 
@@ -94,6 +97,12 @@ def _sum_over_elements(values: Tensor, mask: Tensor | None) -> Tensor:
 def _nan_unless(valid: Tensor, values: Tensor) -> Tensor:
     """NaN where not ``valid``, as a constant: gradients of the other values stay finite."""
     return torch.where(valid, values, torch.full_like(values, math.nan))
+
+
+def _noise_like(mean: Tensor, keys: Noise) -> Tensor:
+    noise = keys.normal(mean.shape[1:], mean.dtype)
+    check_same_shape("the keys' noise", noise, "the transition's mean", mean)
+    return noise
 
 
 def _refuse_zero_width(std: Tensor, kind: str) -> None:
@@ -125,7 +134,7 @@ class GaussianTransition:
 
     def sample(self, keys: Noise) -> Tensor:
         """mean + std · ε, with ε from ``keys``, (B, \\*)."""
-        noise = keys.normal(self.mean.shape[1:], self.mean.dtype)
+        noise = _noise_like(self.mean, keys)
         return self.mean + expand_as(self.std, self.mean) * noise
 
     def log_prob(self, x_s: Tensor) -> Tensor:
@@ -139,6 +148,7 @@ class GaussianTransition:
 
     def unchecked_log_prob(self, x_s: Tensor) -> Tensor:
         """:meth:`log_prob`, with NaN instead of an error where the width is 0."""
+        check_same_shape("x_s", x_s, "the transition's mean", self.mean)
         std = expand_as(self.std, self.mean).expand_as(self.mean)
         wide, std = std > 0, torch.where(std > 0, std, torch.ones_like(std))
         residual = (x_s.to(self.mean.dtype) - self.mean) / std
@@ -171,6 +181,7 @@ class CategoricalTransition:
 
     def log_prob(self, x_s: Tensor) -> Tensor:
         """Σ log p(class), (B,); −inf where a class has probability 0."""
+        check_same_shape("x_s", x_s, "the transition's classes", self.logits[..., 0])
         log_probs = self.logits.log_softmax(dim=-1)
         return _sum_over_elements(log_probs.gather(-1, x_s.unsqueeze(-1)).squeeze(-1), self.mask)
 
@@ -205,7 +216,7 @@ class WrappedNormalTransition:
 
     def sample(self, keys: Noise) -> Tensor:
         """(mean + std · ε) mod 1, (B, \\*) in [0, 1)."""
-        noise = keys.normal(self.mean.shape[1:], self.mean.dtype)
+        noise = _noise_like(self.mean, keys)
         wrapped = torch.remainder(self.mean + expand_as(self.std, self.mean) * noise, 1.0)
         return torch.where(wrapped < 1.0, wrapped, torch.zeros_like(wrapped))  # remainder may round up to 1
 
@@ -220,6 +231,7 @@ class WrappedNormalTransition:
 
     def unchecked_log_prob(self, x_s: Tensor) -> Tensor:
         """:meth:`log_prob`, with NaN instead of an error where the width is 0."""
+        check_same_shape("x_s", x_s, "the transition's mean", self.mean)
         std = expand_as(self.std, self.mean).expand_as(self.mean)
         wide, std = std > 0, torch.where(std > 0, std, torch.ones_like(std))
         offset = torch.remainder(x_s.to(self.mean.dtype) - self.mean + 0.5, 1.0) - 0.5

@@ -31,7 +31,8 @@ class VPScheduler(GaussianScheduler):
     ======================  ==========================================================================================
 
     The two products are continued to all t in [0, 1] by the Euler–Maclaurin formula, which is smooth and equal to the
-    table of N = ``num_train_timesteps`` factors at t = k/N (to 1e-12).
+    table of N = ``num_train_timesteps`` factors at t = k/N: to 1e-12 for the usual N = 1000, to the third power of β's
+    spacing in general. Where that spacing is so wide that the levels would not be monotone, they are refused.
 
     References: Nichol, Dhariwal, arXiv 2102.09672 (cosine; here without the offset); Ho et al., arXiv 2006.11239
     (linear); Karras et al., arXiv 2206.00364, eq. 5 (EDM levels).
@@ -44,6 +45,9 @@ class VPScheduler(GaussianScheduler):
         num_train_timesteps: N; what a time of 1 is called in diffusers' loops.
         beta_start, beta_end: first and last β of the linear schedules.
         sigma_min, sigma_max, rho: the EDM levels.
+
+    Raises:
+        ConfigError: an option of another type or range, fewer than two factors, or too widely spaced ones.
     """
 
     @register_to_config
@@ -65,22 +69,32 @@ class VPScheduler(GaussianScheduler):
                 + nearest(schedule, SCHEDULES)
             )
         self.schedule = schedule
-        self._set_levels(beta_start=beta_start, beta_end=beta_end, sigma_min=sigma_min, sigma_max=sigma_max, rho=rho)
+        self.beta_start = checked_number("beta_start", beta_start, "a number")
+        self.beta_end = checked_number("beta_end", beta_end, "a number")
+        self.sigma_min = checked_number("sigma_min", sigma_min, "a number")
+        self.sigma_max = checked_number("sigma_max", sigma_max, "a number")
+        self.rho = checked_number("rho", rho, "a number")
+        if not 0 < beta_start < beta_end < 1:
+            given = f"beta_start={beta_start!r}, beta_end={beta_end!r}"
+            raise ConfigError(f"{given}; expected 0 < beta_start < beta_end < 1")
+        if not (0 < sigma_min < sigma_max < math.inf and 0 < rho < math.inf):
+            given = f"sigma_min={sigma_min!r}, sigma_max={sigma_max!r}, rho={rho!r}"
+            raise ConfigError(f"{given}; expected 0 < sigma_min < sigma_max, rho > 0, all finite")
         self.num_train_timesteps = checked_count("num_train_timesteps", num_train_timesteps)
         if "linear" in schedule:
-            self._refuse_too_few_factors()
+            self._refuse_wide_spacing()
             self._first_sum = float(_euler_maclaurin(*self._weight(torch.zeros((), dtype=torch.float64))))
         self._register(prediction_type, eta, num_train_timesteps)
 
-    def _set_levels(self, **options: float) -> None:
-        for name, value in options.items():
-            setattr(self, name, checked_number(name, value, "a number"))
-        if not 0 < self.beta_start < self.beta_end < 1:
-            given = f"beta_start={self.beta_start!r}, beta_end={self.beta_end!r}"
-            raise ConfigError(f"{given}; expected 0 < beta_start < beta_end < 1")
-        if not (0 < self.sigma_min < self.sigma_max < math.inf and 0 < self.rho < math.inf):
-            given = f"sigma_min={self.sigma_min!r}, sigma_max={self.sigma_max!r}, rho={self.rho!r}"
-            raise ConfigError(f"{given}; expected 0 < sigma_min < sigma_max, rho > 0, all finite")
+    def _refuse_wide_spacing(self) -> None:
+        n = self.num_train_timesteps
+        between = torch.linspace(0.0, 1.0, 8 * n + 1, dtype=torch.float64)
+        if n < 2 or not bool((self._log_alpha_bar_rate(between) < 0).all()):
+            raise ConfigError(
+                f"schedule={self.schedule!r} with num_train_timesteps={n}, beta_start={self.beta_start:g}, "
+                f"beta_end={self.beta_end:g} has no monotone levels between its factors; expected at least 2 factors, "
+                "closely spaced: raise num_train_timesteps or beta_start, or lower beta_end"
+            )
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         if self.schedule == "cosine":

@@ -43,7 +43,7 @@ def base_rate(config: TrainerConfig, network: str) -> float:
 
 
 def make_optimizer(parameters: Mapping[str, nn.Parameter], config: TrainerConfig, rate: float) -> torch.optim.AdamW:
-    """AdamW (Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019), in one kernel where there is one."""
+    """AdamW (Loshchilov, Hutter, "Decoupled weight decay regularization", ICLR 2019), one kernel for all tensors."""
     plain = all(p.device.type in ("cpu", "cuda") and not hasattr(p, "to_local") for p in parameters.values())
     return torch.optim.AdamW(
         list(parameters.values()),

@@ -27,7 +27,7 @@ from genkit.pipelines.heavy_tailed_flow.config import Config, ReturnsData, build
 from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
 from genkit.serialization import canonical_hash
 
-__all__ = ["ARMS", "evaluate", "sample_arm", "train_arm"]
+__all__ = ["ARMS", "arm_config", "evaluate", "headline", "sample_arm", "train_arm"]
 
 METHOD = "heavy_tailed_flow"
 #: Trained arms by data set: what each changes in the configuration.
@@ -104,6 +104,19 @@ def _hashes(config: Config) -> set[str]:
     return {arm_config(config, arm, seed).config_hash() for arm in ARMS[config.data.name] for seed in seeds} | {
         _data_hash(config)
     }
+
+
+def headline(pipe: HeavyTailedFlowPipeline, config: Config) -> tuple[str, float]:
+    """The one number a model card states: its name with n and setting, and its value."""
+    samples = sample_arm(pipe, config, config.seed)
+    if isinstance(config.data, ReturnsData):
+        test = config.data.load("test")
+        rows = backtest(samples, test, levels=(0.99,))
+        name = f"mean FZ0 score of 99 % VaR and ES, {len(test)} held-out days, seed {config.seed}"
+        return name, _mean(row.fz0_score for row in rows)
+    truth = float(config.data.load().radius_quantile(0.999))
+    name = f"99.9 % quantile of |x| over the truth, n = {len(samples)}, seed {config.seed}"
+    return name, float(_quantile(samples.norm(dim=1), 0.999)) / truth
 
 
 def _setting(config: Config) -> str:

@@ -16,6 +16,7 @@ from diffusers.utils import BaseOutput
 from numpy.typing import NDArray
 from torch import Tensor
 
+from genkit._checks import checked_changes
 from genkit.errors import ConfigError
 from genkit.pipeline import GenkitPipeline
 from genkit.pipelines.heavy_tailed_flow.clocks import Clock
@@ -72,7 +73,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
         *,
         clock: Clock | Mapping[str, Any] | None = None,
         tail_index: float | None = None,
-        splice_at: float = 0.95,
+        splice_at: float | None = None,
         class_labels: Tensor | Sequence[int] | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         latents: Tensor | None = None,
@@ -92,7 +93,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             clock: another clock law than the one trained on (the bulk moves with it; prefer ``tail_index``).
             tail_index: the wanted tail index: above its ``splice_at``-quantile the clock gets a Pareto tail of this
                 index, the bulk stays. Needs a network trained with rank coupling.
-            splice_at: the clock quantile from which ``tail_index`` acts.
+            splice_at: the clock quantile from which ``tail_index`` acts (None: 0.95).
             class_labels: int (n,), for a class-conditional network.
             generator: one generator, or a list with one per sample.
             latents: unit noise ε (n, d) to start from, instead of the keyed one.
@@ -102,12 +103,16 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             output_type: ``"pt"`` or ``"np"``.
             return_dict: False returns the tuple (samples, clocks, clipped_share).
             callback_on_step_end: called as ``callback(pipe, step, timestep, tensors)``; may return changed ``latents``.
+                More than 65,536 samples walk in chunks of that many: steps and progress bar then start anew with each
+                chunk, and the tensors are the chunk's.
             callback_on_step_end_tensor_inputs: which of ``latents``, ``x0`` it is given.
 
         Raises:
             ConfigError: an impossible argument; the message names it.
         """
-        law = self._clock_law(clock, tail_index, splice_at)
+        if splice_at is not None and tail_index is None:
+            raise ConfigError(f"splice_at={splice_at} acts only with tail_index; give tail_index, or drop splice_at")
+        law = self._clock_law(clock, tail_index, 0.95 if splice_at is None else splice_at)
         self._check_inputs(num_samples, class_labels, latents, output_type, callback_on_step_end_tensor_inputs)
         device = self._execution_device
         keys = draw_keys(generator, num_samples, device)
@@ -266,6 +271,7 @@ def _adapted(pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[st
     def adapted(step: int, t: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         known = {"latents": tensors["sample"], "x0": tensors["x0"]}
         changed = callback(pipe, step, t * pipe.scheduler.num_train_timesteps, {name: known[name] for name in inputs})
-        return {"sample": changed["latents"]} if changed and "latents" in changed else None
+        changed = checked_changes(changed, pipe._callback_tensor_inputs)
+        return {"sample": changed["latents"]} if "latents" in changed else None
 
     return adapted

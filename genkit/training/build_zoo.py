@@ -1,0 +1,94 @@
+"""Rebuilds the zoo: trains an entry from its committed configuration and writes it in half precision with its number.
+
+    python -m genkit.training.build_zoo returns-flow returns-gaussian
+
+Used by maintainers; the weights are committed again only when they improve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from genkit.errors import ConfigError, nearest
+from genkit.pipeline import load
+from genkit.registry import method_module
+from genkit.training.config_files import load_config
+from genkit.training.trainer import Trainer
+from genkit.zoo import ROOT, ZooEntry, add_to_zoo
+
+__all__ = ["RECIPES", "ZooRecipe", "build_entry", "main"]
+
+
+@dataclass(frozen=True)
+class ZooRecipe:
+    """How an entry is made: its method, configuration file and ``key=value`` changes."""
+
+    method: str
+    config: str
+    overrides: tuple[str, ...] = ()
+
+    def command(self, name: str) -> str:
+        """The command line that trains the same weights."""
+        changes = "".join(f" '{change}'" for change in self.overrides)
+        return f"genkit train {self.config} output_dir=out/{name}{changes}"
+
+
+_RETURNS = "configs/heavy_tailed_flow/returns.yaml"
+RECIPES = {
+    "returns-flow": ZooRecipe("heavy_tailed_flow", _RETURNS),
+    "returns-gaussian": ZooRecipe("heavy_tailed_flow", _RETURNS, ("clock={law: gaussian}", "coupling=independent")),
+    "mixture2d-flow": ZooRecipe("heavy_tailed_flow", "configs/heavy_tailed_flow/mixture2d.yaml"),
+}
+
+
+def build_entry(name: str, root: Path = ROOT) -> ZooEntry:
+    """Trains, measures and saves one entry, and enters it in the manifest."""
+    if name not in RECIPES:
+        raise ConfigError(f"no zoo recipe {name!r}; there are {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
+    recipe = RECIPES[name]
+    with tempfile.TemporaryDirectory() as folder:
+        running = load_config(recipe.config, [*recipe.overrides, f"output_dir={folder}/run"])
+        built = method_module(recipe.method, "config").build(running)
+        for _ in Trainer(built.objective, running, built.data, built.save_pipeline).train():
+            pass
+        pipe = load(Path(folder) / "run" / "pipeline")
+    config = load_config(recipe.config, [*recipe.overrides, f"output_dir=out/{name}"])
+    metric, value = method_module(recipe.method, "evaluate").headline(pipe, config)
+    facts = {
+        "training_config": config.resolved(),
+        "command": recipe.command(name),
+        "metrics": {metric: round(value, 4)},
+    }
+    pipe.save_pretrained(root / name, dtype=torch.float16, card=pipe.model_card() | facts)
+    return add_to_zoo(
+        {
+            "name": name,
+            "folder": name,
+            "method": recipe.method,
+            "config": recipe.config,
+            "command": recipe.command(name),
+            "metric": f"{metric}: {value:.4f}",
+            "licence": "Apache-2.0",
+        },
+        root,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m genkit.training.build_zoo", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", default=list(RECIPES), help=f"entries: {', '.join(RECIPES)}")
+    for name in parser.parse_args(argv).names:
+        print(build_entry(name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
