@@ -132,6 +132,19 @@ def test_interrupt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 # --- sample and verify ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("taken", ["file", "notes", "file/below"])
+def test_sample_refuses_a_place_it_cannot_write_before_it_loads_anything(
+    taken, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr("genkit.pipeline.load", lambda source: pytest.fail("loaded"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.md").write_text("x")
+    assert cli.main(["sample", "zoo:returns-flow", "--out", str(tmp_path / taken)]) == 2
+    assert "give a" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "notes"]
+
+
 def test_sample_equals_the_call_and_checks_options(saved: Path, tmp_path: Path, capsys) -> None:
     options = ["--num-samples", "3", "--seed", "4", "--steps", "2", "--quiet"]
     assert cli.main(["sample", str(saved), "--out", str(tmp_path / "s"), *options]) == 0

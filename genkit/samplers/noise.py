@@ -64,11 +64,11 @@ def philox4x32(counter: Sequence[Words], key: Sequence[Words]) -> tuple[Words, W
     return c0, c1 & _MASK, c2, c3 & _MASK
 
 
-def _philox_on_cpu(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _philox_on_cpu(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same function on numpy views: its calls cost a third of torch's, which decides in small batches."""
     with np.errstate(over="ignore"):
-        words = philox4x32([c.numpy() for c in counter], [k.numpy() for k in key])
-    return tuple(torch.from_numpy(w) for w in words)
+        a, b, c, d = philox4x32([c.numpy() for c in counter], [k.numpy() for k in key])
+    return torch.from_numpy(a), torch.from_numpy(b), torch.from_numpy(c), torch.from_numpy(d)
 
 
 def purpose_code(purpose: str) -> int:

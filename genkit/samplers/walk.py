@@ -339,7 +339,9 @@ def _window(grad_steps: int | Sequence[int], n: int) -> frozenset[int]:
             raise ConfigError(f"grad_steps={grad_steps}; expected 0 to {n}, the number of steps of the walk")
         return frozenset(range(n - int(grad_steps), n))
     steps: list[Any] = list(grad_steps)
-    wrong = [step for step in steps if not isinstance(step, Integral) or step is True or int(step) not in range(n)]
+    wrong = [
+        step for step in steps if isinstance(step, bool) or not isinstance(step, Integral) or int(step) not in range(n)
+    ]
     if wrong:
         raise ConfigError(f"grad_steps holds {wrong}; expected step indices from 0 to {n - 1}")
     return frozenset(int(step) for step in steps)

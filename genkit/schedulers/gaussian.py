@@ -223,7 +223,7 @@ class GaussianScheduler(ConfiguredScheduler):
     def _refuse_infinite_rate(self, t: Tensor | float) -> None:
         if not isinstance(t, Tensor) and t == 0 and not math.isfinite(self._rates(0.0, None)[1]):
             raise ConfigError(
-                f"the velocity of {type(self).__name__} is infinite at t=0, as dσ/dt is there; expected t > 0 (a step "
+                f"the velocity of {type(self).__name__} is not finite at t=0, as dσ/dt is not; expected t > 0 (a step "
                 "onto t = 0 is a transition)"
             )
 
@@ -347,11 +347,11 @@ def _check_fit(
     for t in times:
         if isinstance(t, Tensor) and t.ndim and t.shape not in (batch, (1,)):
             raise ConfigError(
-                f"a time has {got(t)}; expected () or {tuple(batch)}, for {reference_name} has {got(reference)}"
+                f"a time has {got(t)}; expected () or {tuple(batch)}, since {reference_name} has {got(reference)}"
             )
     if scale is not None and not _broadcasts(scale.shape, reference.shape):
         raise ConfigError(
-            f"context['scale'] has {got(scale)}; expected {tuple(batch)}, for {reference_name} has {got(reference)}"
+            f"context['scale'] has {got(scale)}; expected {tuple(batch)}, since {reference_name} has {got(reference)}"
         )
 
 

@@ -32,7 +32,8 @@ class VPScheduler(GaussianScheduler):
 
     The two products are continued to all t in [0, 1] by the Euler–Maclaurin formula, which is smooth and equal to the
     table of N = ``num_train_timesteps`` factors at t = k/N: to 1e-12 for the usual N = 1000, to the third power of β's
-    spacing in general. Where that spacing is so wide that the levels would not be monotone, they are refused.
+    spacing in general. Where β starts below half its spacing, so that the formula would not be monotone before the
+    first factor, log α² there is the power of t that meets it at t = 1/N in value and slope.
 
     References: Nichol, Dhariwal, arXiv 2102.09672 (cosine; here without the offset); Ho et al., arXiv 2006.11239
     (linear); Karras et al., arXiv 2206.00364, eq. 5 (EDM levels).
@@ -47,7 +48,8 @@ class VPScheduler(GaussianScheduler):
         sigma_min, sigma_max, rho: the EDM levels.
 
     Raises:
-        ConfigError: an option of another type or range, fewer than two factors, or too widely spaced ones.
+        ConfigError: an option of another type or range; fewer than two factors, or factors too widely spaced for the
+            formula.
     """
 
     @register_to_config
@@ -82,19 +84,25 @@ class VPScheduler(GaussianScheduler):
             raise ConfigError(f"{given}; expected 0 < sigma_min < sigma_max, rho > 0, all finite")
         self.num_train_timesteps = checked_count("num_train_timesteps", num_train_timesteps)
         if "linear" in schedule:
-            self._refuse_wide_spacing()
-            self._first_sum = float(_euler_maclaurin(*self._weight(torch.zeros((), dtype=torch.float64))))
+            self._prepare_product()
         self._register(prediction_type, eta, num_train_timesteps)
 
-    def _refuse_wide_spacing(self) -> None:
-        n = self.num_train_timesteps
-        between = torch.linspace(0.0, 1.0, 8 * n + 1, dtype=torch.float64)
-        if n < 2 or not bool((self._log_alpha_bar_rate(between) < 0).all()):
+    def _prepare_product(self) -> None:
+        """The sum's start, and (value, exponent) of the power of N t before the first factor, where one is needed."""
+        n, self._first_sum, self._first_power = self.num_train_timesteps, 0.0, None
+        if n < 2:
+            raise ConfigError(f"num_train_timesteps={n}; expected at least 2 with schedule={self.schedule!r}")
+        eighths = torch.linspace(0.0, 1.0, 8 * n + 1, dtype=torch.float64)
+        self._first_sum = float(_euler_maclaurin(*self._weight(eighths[0])))
+        rates, first = self._log_alpha_bar_rate(eighths), float(self._log_alpha_bar(eighths[8]))
+        if not (first < 0 and bool((rates[8:] < 0).all())):
             raise ConfigError(
                 f"schedule={self.schedule!r} with num_train_timesteps={n}, beta_start={self.beta_start:g}, "
-                f"beta_end={self.beta_end:g} has no monotone levels between its factors; expected at least 2 factors, "
-                "closely spaced: raise num_train_timesteps or beta_start, or lower beta_end"
+                f"beta_end={self.beta_end:g} has factors too widely spaced to be continued between them; raise "
+                "num_train_timesteps or lower beta_end"
             )
+        if bool((rates[:8] >= 0).any()):
+            self._first_power = (first, float(rates[8]) / (n * first))
 
     def _levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
         if self.schedule == "cosine":
@@ -129,7 +137,7 @@ class VPScheduler(GaussianScheduler):
         """w at index N t + ½, its slope, and whether β is w² (``scaled_linear``) or w; w is affine in the index."""
         scaled = self.schedule == "scaled_linear"
         start, end = (beta**0.5 if scaled else beta for beta in (self.beta_start, self.beta_end))
-        slope = (end - start) / max(self.num_train_timesteps - 1, 1)
+        slope = (end - start) / (self.num_train_timesteps - 1)
         return (start - 0.5 * slope) + slope * self.num_train_timesteps * t, slope, scaled
 
     def _log_alpha_bar(self, t: Tensor) -> Tensor:
@@ -137,12 +145,22 @@ class VPScheduler(GaussianScheduler):
 
         The next term of the expansion is of order (dw/du)³ ≈ 1e-14.
         """
-        return _euler_maclaurin(*self._weight(t)) - self._first_sum
+        value = _euler_maclaurin(*self._weight(t)) - self._first_sum
+        if self._first_power is None:
+            return value
+        first, exponent = self._first_power
+        k = self.num_train_timesteps * t
+        return torch.where(k < 1.0, first * k.pow(exponent), value)
 
     def _log_alpha_bar_rate(self, t: Tensor) -> Tensor:
         w, slope, scaled = self._weight(t)
         g = torch.log1p(-w.square() if scaled else -w)
-        return self.num_train_timesteps * (g - _log_rates(w, slope, scaled)[1] / 24.0)
+        rate = self.num_train_timesteps * (g - _log_rates(w, slope, scaled)[1] / 24.0)
+        if self._first_power is None:
+            return rate
+        first, exponent = self._first_power
+        k = self.num_train_timesteps * t
+        return torch.where(k < 1.0, self.num_train_timesteps * first * exponent * k.pow(exponent - 1.0), rate)
 
 
 def _euler_maclaurin(w: Tensor, slope: float, scaled: bool) -> Tensor:

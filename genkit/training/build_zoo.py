@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,12 +55,12 @@ def build_entry(name: str, root: Path = ROOT) -> ZooEntry:
         raise ConfigError(f"no zoo recipe {name!r}; there are {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     recipe = RECIPES[name]
     with tempfile.TemporaryDirectory() as folder:
-        running = load_config(recipe.config, [*recipe.overrides, f"output_dir={folder}/run"])
+        running: Any = load_config(recipe.config, [*recipe.overrides, f"output_dir={folder}/run"])
         built = method_module(recipe.method, "config").build(running)
         for _ in Trainer(built.objective, running, built.data, built.save_pipeline).train():
             pass
         pipe = load(Path(folder) / "run" / "pipeline")
-    config = load_config(recipe.config, [*recipe.overrides, f"output_dir=out/{name}"])
+    config: Any = load_config(recipe.config, [*recipe.overrides, f"output_dir=out/{name}"])
     metric, value = method_module(recipe.method, "evaluate").headline(pipe, config)
     facts = {
         "training_config": config.resolved(),

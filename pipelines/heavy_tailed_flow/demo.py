@@ -68,6 +68,6 @@ def _mean(rows: Sequence[BacktestRow], name: str) -> float:
 
 
 def _same_skill(ours: Sequence[BacktestRow], theirs: Sequence[BacktestRow]) -> float:
-    """p-value of equal mean FZ0 scores, day by day, averaged over the portfolios."""
-    daily = [torch.stack([row.daily_fz0_score for row in rows]).mean(dim=0) for rows in (ours, theirs)]
-    return diebold_mariano(*daily).p_value
+    """p-value of equal mean FZ0 scores, of the portfolios' daily mean."""
+    a, b = (torch.stack([row.daily_fz0_score for row in rows]).mean(dim=0) for rows in (ours, theirs))
+    return diebold_mariano(a, b).p_value

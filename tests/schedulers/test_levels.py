@@ -96,6 +96,22 @@ def test_linear_levels_are_the_cumulative_products_at_every_k(name, n, start, en
 
 
 @pytest.mark.parametrize("name", ["linear", "scaled_linear"])
+@pytest.mark.parametrize(
+    ("n", "start", "end"), [(2, 1e-4, 0.02), (10, 1e-4, 0.02), (50, 0.002, 0.4), (100, 1e-4, 0.02)]
+)
+def test_few_factors_have_monotone_levels_before_the_first_one_too(name, n, start, end):
+    scheduler = VPScheduler(name, "epsilon", num_train_timesteps=n, beta_start=start, beta_end=end)
+    sigma = scheduler.alpha_sigma(torch.linspace(0.1 / n, 1, 5001, dtype=torch.float64))[1]
+    assert bool((sigma.diff() > 0).all()) and float(scheduler.alpha_sigma(0.0)[1]) == 0.0
+    table = product_table(name, n, start, end)
+    at_factors = scheduler.alpha_sigma(torch.arange(1, n + 1, dtype=torch.float64) / n)[0] ** 2
+    torch.testing.assert_close(at_factors, table, rtol=1e-4, atol=0)
+    h = 1e-7 / n  # value and slope meet at the first factor
+    before, at, after = (float(scheduler.alpha_sigma(1 / n + shift)[0].log()) for shift in (-h, 0.0, h))
+    assert (after - at) == pytest.approx(at - before, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["linear", "scaled_linear"])
 def test_linear_levels_are_smooth_between_the_entries_of_the_table(name):
     scheduler = VPScheduler(name, "epsilon")
     t = torch.linspace(0.1, 0.9, 8001, dtype=torch.float64)
