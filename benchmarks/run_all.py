@@ -42,13 +42,13 @@ def run(script: Path) -> tuple[list[dict[str, str]], int]:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None
-    rows = []
+    rows: dict[str, dict[str, str]] = {}  # by name: a script may print a line when it has it, and all at its end
     for line in process.stdout:
         print(line, end="", flush=True)
         fields = bench_fields(line)
         if fields:
-            rows.append({"script": script.name, **fields})
-    return rows, process.wait()
+            rows[fields["name"]] = {"script": script.name, **fields}
+    return list(rows.values()), process.wait()
 
 
 def table(rows: list[dict[str, str]]) -> str:

@@ -49,7 +49,7 @@ def bare_steps(module: nn.Module, data: TensorData, batch_size: int) -> Iterator
     """The limit: the five parts of a step over all tensors at once, and a loss that is read."""
     parameters = list(module.parameters())
     average = [p.detach().clone() for p in parameters]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, foreach=True)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(1))
     for step in range(1_000_000):
         batch = data[order.roll(-step * batch_size)[:batch_size]]

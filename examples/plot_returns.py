@@ -4,7 +4,7 @@ Tail risk of market returns
 
 A heavy-tailed flow learns the joint law of three daily returns: S&P 500, Nasdaq and WTI oil, each divided by the
 volatility that was known the evening before. The last fifth of the days is held out. Toy scale: three assets, a network
-of about 80,000 parameters.
+of about 70,000 parameters.
 
 Run it as ``python examples/plot_returns.py --out out/returns``.
 """
