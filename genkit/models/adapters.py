@@ -16,8 +16,8 @@ __all__ = ["DiffusersDenoiser"]
 class DiffusersDenoiser:
     """A diffusers network (UNet2DModel, DiTTransformer2DModel, WanTransformer3DModel, …) as (x, t, cond) → output.
 
-    The network is told ``num_train_timesteps · t``; the entries of ``cond`` become its keyword arguments
-    (``class_labels``, ``encoder_hidden_states``).
+    The network is told ``num_train_timesteps · t``, and sees x in its own dtype; the entries of ``cond`` become its
+    keyword arguments (``class_labels``, ``encoder_hidden_states``).
 
     Args:
         model: the network.
@@ -39,4 +39,6 @@ class DiffusersDenoiser:
                 raise ConfigError(
                     f"{type(self.model).__name__} does not know the condition {name!r}.{nearest(name, self._known)}"
                 )
-        return self.model(x, timestep=t * self.num_train_timesteps, return_dict=False, **(cond or {}))[0]
+        dtype = next((p.dtype for p in self.model.parameters()), x.dtype)
+        output = self.model(x.to(dtype), timestep=t * self.num_train_timesteps, return_dict=False, **(cond or {}))[0]
+        return output.to(x.dtype)

@@ -60,9 +60,9 @@ class MixtureData(ConfigPart):
 class ModelConfig(ConfigPart):
     """The network and what it is told of the clock."""
 
-    width: int = Field(128, ge=8)
-    blocks: int = Field(3, ge=1)
-    grid: int = Field(16, ge=1, description="cells of the clock path")
+    width: int = Field(128, ge=8, le=8192)
+    blocks: int = Field(3, ge=1, le=256)
+    grid: int = Field(16, ge=1, le=1024, description="cells of the clock path")
     depth: int = Field(3, ge=1, le=6, description="depth of its log-signature")
     path_feature: Literal["logsignature", "terminal"] = "logsignature"
     transform: Literal["whiten", "mad", "none"] = Field("whiten", description="affine standardisation of the data")
@@ -115,25 +115,29 @@ class Config(TrainerConfig):
         return self
 
 
-_CARDS: dict[str, dict[str, Any]] = {
-    "returns": {
-        "description": "A heavy-tailed flow (random clocks) for joint daily returns in units of their volatility.",
-        "data": "The first 80 % of the daily closes of S&P 500, Nasdaq and WTI oil, 1999–2018 (arch package, NCSA).",
-        "command": "genkit train configs/heavy_tailed_flow/returns.yaml",
-        "limits": [
-            "Three assets and one period; not investment advice.",
-            "Trained on returns over EWMA volatility (λ = 0.94).",
-        ],
-        "toy_scale": True,
-    },
-    "mixture2d": {
-        "description": "A heavy-tailed flow (random clocks) for nine imbalanced α-stable modes in the plane.",
-        "data": "Synthetic: genkit.data.StableMixture.",
-        "command": "genkit train configs/heavy_tailed_flow/mixture2d.yaml",
-        "limits": ["Synthetic data in two dimensions."],
-        "toy_scale": True,
-    },
-}
+def _card(config: Config, channels: int) -> dict[str, Any]:
+    """What the model card says of this run's data, and of nothing else."""
+    settings = {k: v for k, v in config.resolved().items() if k not in ("output_dir", "resume_from_checkpoint")}
+    if settings["data"].get("path"):
+        settings["data"]["path"] = Path(settings["data"]["path"]).name  # a card names no place on this machine
+    facts: dict[str, Any] = {"training_config": settings, "seed": config.seed, "toy_scale": True}
+    if isinstance(config.data, MixtureData):
+        described = f"nine imbalanced α-stable modes in the plane (α = {config.data.alpha:g})"
+        data, limits = "Synthetic: genkit.data.StableMixture.", ["Synthetic data in two dimensions."]
+    else:
+        unit = f"in units of their EWMA volatility (λ = {config.data.decay:g})"
+        described = f"joint daily returns of {channels} assets " + (
+            unit if config.data.kind == "ewma" else "in percent"
+        )
+        source = "daily closes of S&P 500, Nasdaq and WTI oil, 1999–2018 (arch package, NCSA licence)"
+        source = source if config.data.path is None else f"the user's own file {Path(config.data.path).name}"
+        data = f"The first {100 * (1 - config.data.holdout):g} % of the days of {source}."
+        limits = [f"{channels} assets and one period; not investment advice."]
+    return facts | {
+        "description": f"A heavy-tailed flow (random clocks) for {described}.",
+        "data": data,
+        "limits": limits,
+    }
 
 
 def build_denoiser(config: Config, data: MarketReturns | StableMixture) -> ClockDenoiser:
@@ -159,9 +163,7 @@ def build(config: Config) -> Recipe:
 
     def save_pipeline(folder: Path, networks: Mapping[str, nn.Module]) -> None:
         pipe = HeavyTailedFlowPipeline(cast(ClockDenoiser, networks["denoiser"]), FlowScheduler())
-        pipe.save_pretrained(
-            folder, card={"training_config": config.resolved(), "seed": config.seed, **_CARDS[config.data.name]}
-        )
+        pipe.save_pretrained(folder, card=_card(config, denoiser.config["channels"]))
 
     return Recipe(objective, _Unlabelled(data) if not config.model.class_conditional else data, save_pipeline)
 

@@ -69,7 +69,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
     def __call__(
         self,
         num_samples: int = 1,
-        num_inference_steps: int = 20,
+        num_inference_steps: int | None = None,
         *,
         clock: Clock | Mapping[str, Any] | None = None,
         tail_index: float | None = None,
@@ -89,7 +89,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
 
         Args:
             num_samples: how many, n.
-            num_inference_steps: steps of the walk.
+            num_inference_steps: steps of the walk (20, unless ``times`` are given).
             clock: another clock law than the one trained on (the bulk moves with it; prefer ``tail_index``).
             tail_index: the wanted tail index: above its ``splice_at``-quantile the clock gets a Pareto tail of this
                 index, the bulk stays. Needs a network trained with rank coupling.
@@ -97,7 +97,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             class_labels: int (n,), for a class-conditional network.
             generator: one generator, or a list with one per sample.
             latents: unit noise ε (n, d) to start from, instead of the keyed one.
-            times: custom times of the walk, strictly decreasing, in [0, 1].
+            times: custom times of the walk instead of ``num_inference_steps``, strictly decreasing from 1 to 0.
             solver: see :func:`genkit.samplers.rollout`.
             eta: stochasticity of the solver ``"ancestral"``.
             output_type: ``"pt"`` or ``"np"``.
@@ -114,6 +114,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             raise ConfigError(f"splice_at={splice_at} acts only with tail_index; give tail_index, or drop splice_at")
         law = self._clock_law(clock, tail_index, 0.95 if splice_at is None else splice_at)
         self._check_inputs(num_samples, class_labels, latents, output_type, callback_on_step_end_tensor_inputs)
+        num_inference_steps = _steps(num_inference_steps, times)
         device = self._execution_device
         keys = draw_keys(generator, num_samples, device)
         callback = _adapted(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
@@ -152,7 +153,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
         keys: Keys,
         cond: Mapping[str, Tensor],
         noise: Tensor | None,
-        num_inference_steps: int,
+        num_inference_steps: int | None,
         times: Sequence[float] | Tensor | None,
         solver: str | Solver,
         eta: float | None,
@@ -166,7 +167,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             self.denoiser,
             self.scheduler,
             start,
-            num_inference_steps=None if times is not None else num_inference_steps,
+            num_inference_steps=num_inference_steps,
             shape=shape if start is None else None,
             cond=cond,
             context=context,
@@ -261,6 +262,18 @@ def _check_labels(labels: Tensor, num_samples: int, classes: int) -> None:
         raise ConfigError(
             f"class_labels holds {int(labels.min())} to {int(labels.max())}; expected classes 0 … {classes - 1}"
         )
+
+
+def _steps(num_inference_steps: int | None, times: Sequence[float] | Tensor | None) -> int | None:
+    """The number of steps, or None where ``times`` give it: a whole walk, from noise at 1 to data at 0."""
+    if times is None:
+        return 20 if num_inference_steps is None else num_inference_steps
+    if num_inference_steps is not None:
+        raise ConfigError(f"both times and num_inference_steps={num_inference_steps} were given; give one of the two")
+    ends = [float(v) for v in (times[0], times[-1])] if len(times) else []
+    if ends != [1.0, 0.0]:
+        raise ConfigError(f"times run from {ends[:1]} to {ends[1:]}; expected from 1 (noise) to 0 (data)")
+    return None
 
 
 def _adapted(pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[str]) -> Callable[..., Any] | None:

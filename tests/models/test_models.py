@@ -103,3 +103,30 @@ def test_fixed_precision_survives_a_cast():
     model = torch.nn.Sequential(Table(), torch.nn.Linear(1, 1)).to(torch.bfloat16)
     assert model[0].table.dtype == torch.float64 and model[0].table.item() != 1.0
     assert model[1].weight.dtype == torch.bfloat16
+
+
+def test_a_diffusers_network_sees_its_own_dtype_and_the_walk_keeps_float32():
+    from diffusers import UNet2DModel
+
+    from genkit.schedulers import VPScheduler
+
+    torch.manual_seed(0)
+    network = UNet2DModel(
+        sample_size=16,
+        in_channels=2,
+        out_channels=2,
+        block_out_channels=(8, 8),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+    ).eval()
+    walks = []
+    for dtype in (torch.float32, torch.bfloat16):
+        denoiser = DiffusersDenoiser(network.to(dtype), "v_prediction")
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            out = rollout(denoiser, VPScheduler(), shape=(2, 2, 16, 24), num_inference_steps=3, generator=generator)
+        walks.append(out.sample)
+    assert walks[1].dtype == torch.float32
+    torch.testing.assert_close(*walks, rtol=0.1, atol=0.1)

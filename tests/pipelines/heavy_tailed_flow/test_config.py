@@ -83,3 +83,24 @@ def test_evaluation_writes_each_row_once_and_the_table_from_them(tmp_path):
     before = path.read_bytes()
     assert evaluate(config, results_dir=tmp_path) == table and path.read_bytes() == before
     assert "| pot_gpd | 1 |" in table and "| rank | 2 |" in table
+
+
+def test_the_card_speaks_of_the_data_that_were_used(tmp_path):
+    """A user's own file is named, and the shipped table is not."""
+    import csv
+    import datetime
+
+    generator = torch.Generator().manual_seed(0)
+    prices = 100 * torch.randn(400, 2, generator=generator).mul(0.01).cumsum(0).exp()
+    with (tmp_path / "mine.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["date", "aa", "bb"])
+        start = datetime.date(2015, 1, 1)
+        rows.writerows([start + datetime.timedelta(days=i), *map(float, p)] for i, p in enumerate(prices))
+    settings = [f"data.path={tmp_path}/mine.csv", "data.holdout=0.3", f"output_dir={tmp_path}/run"]
+    config = load_config(CONFIGS / "returns.yaml", settings, Config)
+    recipe = build(config)
+    recipe.save_pipeline(tmp_path / "pipe", {"denoiser": recipe.objective.denoiser})
+    text = (tmp_path / "pipe" / "README.md").read_text()
+    assert "first 70 % of the days of the user's own file mine.csv" in text and "of 2 assets" in text
+    assert "Nasdaq" not in text and str(tmp_path) not in text

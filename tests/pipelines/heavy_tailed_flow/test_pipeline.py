@@ -182,7 +182,7 @@ def test_class_labels_reach_the_network():
 )
 def test_impossible_arguments_are_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        untrained()(**{"num_samples": 2, "num_inference_steps": 2, **options})
+        untrained()(**{"num_samples": 2, **({} if "times" in options else {"num_inference_steps": 2}), **options})
 
 
 def test_wrong_clock_in_a_saved_denoiser_is_refused(tmp_path):
@@ -214,3 +214,23 @@ def test_a_pipeline_saved_by_an_earlier_version_still_loads_and_gives_its_sample
     stored = load_tensors(fixtures / "heavy_tailed_flow_samples.safetensors")
     torch.testing.assert_close(output.samples, stored["samples"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(output.clocks, stored["clocks"], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"times": [1.0, 0.5]}, "expected from 1 .noise. to 0"),
+        ({"times": [0.9, 0.5, 0.0]}, "expected from 1 .noise. to 0"),
+        ({"times": []}, "expected from 1 .noise. to 0"),
+        ({"times": [1.0, 0.0], "num_inference_steps": 20}, "give one of the two"),
+    ],
+)
+def test_a_pipeline_walks_from_noise_to_data_or_says_why_not(options, message):
+    with pytest.raises(ConfigError, match=message):
+        untrained()(2, **options)
+
+
+def test_custom_times_are_the_walk():
+    pipe = untrained()
+    grid = [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert torch.equal(pipe(4, times=grid, generator=seeded()).samples, pipe(4, 4, generator=seeded()).samples)
