@@ -317,11 +317,13 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from genkit.serialization import verify_folder
+    from genkit.serialization import saved_parts, verify_folder
 
     try:
         manifest = verify_folder(options.folder)
     except CheckpointError as error:
+        if not options.folder.is_dir() or saved_parts(options.folder):
+            raise  # a wrong path, not damage
         print(f"DAMAGED: {error}", file=sys.stderr)
         return 1
     files = manifest["files"]

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,7 @@ __all__ = [
     "load_json",
     "load_tensors",
     "recover_folder",
+    "saved_parts",
     "save_json",
     "save_tensors",
     "verify_folder",
@@ -313,10 +315,24 @@ def verify_folder(folder: Path, *, links_within: Path | None = None) -> dict[str
     return manifest
 
 
+def saved_parts(folder: Path) -> list[str]:
+    """The sub-folders ``pipeline`` and ``checkpoint-<step>`` (newest first) of a training run's folder; else empty."""
+    if (folder / MANIFEST).exists() or not folder.is_dir():
+        return []
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    steps = sorted((int(n.split("-")[1]) for n in names if re.fullmatch(r"checkpoint-\d+", n)), reverse=True)
+    return [n for n in names if n == "pipeline"] + [f"checkpoint-{step}" for step in steps]
+
+
 def _read_manifest(folder: Path, links_within: Path | None) -> dict[str, Any]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder.")
     path = _inside(folder, MANIFEST, links_within)
+    if parts := saved_parts(folder):
+        raise CheckpointError(
+            f"{folder}: is the folder of a training run, not a checkpoint or a pipeline; give one of its sub-folders: "
+            f"{', '.join(str(folder / part) for part in parts[:5])}."
+        )
     if not path.is_file():
         raise CheckpointError(
             f"{folder}: has no {MANIFEST}: genkit did not write it, or its writing never finished; use another folder."

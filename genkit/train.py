@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from genkit.errors import GenkitError
@@ -49,10 +50,23 @@ def train(config_path: str, overrides: Sequence[str] = ()) -> None:
     config: Any = load_config(config_path, overrides)
     recipe = method_module(config.method, "config").build(config)
     trainer = Trainer(recipe.objective, config, recipe.data, recipe.save_pipeline)
-    for _ in trainer.train():
-        pass
+    try:
+        for _ in trainer.train():
+            pass
+    except KeyboardInterrupt:
+        logging.getLogger("genkit.training").info("interrupted: %s", _what_is_kept(trainer.output_dir))
+        raise
     if trainer.step >= trainer.last_step:
         logging.getLogger("genkit.training").info("done: %d steps, results in %s", trainer.step, config.output_dir)
+
+
+def _what_is_kept(output_dir: Path) -> str:
+    from genkit.training.checkpoint import checkpoints
+
+    saved = checkpoints(output_dir)
+    if not saved:
+        return f"{output_dir} has no checkpoint yet, so nothing of this run is kept"
+    return f"{saved[0][1]} is kept; continue with resume_from_checkpoint=latest"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; the newest checkpoint is kept", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     finally:
         _leave_process_group()

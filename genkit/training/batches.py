@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ __all__ = ["BatchReader", "TensorData", "TrainingData"]
 
 Batch = dict[str, Any]
 SAMPLE_ID = "sample_id"
+_FINGERPRINT_SAMPLES = 64
 
 
 class TrainingData(Protocol):
@@ -79,7 +81,7 @@ class BatchReader:
 
     def read(self, indices: Tensor) -> Batch:
         """The batch of ``indices``, int64 (b,), on the data's own device."""
-        batch = dict(self.data[indices]) if self.by_tensor else _stack([self.data[int(i)] for i in indices])
+        batch = self._unchecked(indices)
         if SAMPLE_ID in batch:
             raise ConfigError(
                 f"the data has a field {SAMPLE_ID!r}, which training sets to the dataset index; rename it"
@@ -87,6 +89,41 @@ class BatchReader:
         for name, value in batch.items():
             _check(name, value, indices)
         return batch | {SAMPLE_ID: indices}
+
+    def _unchecked(self, indices: Tensor) -> Batch:
+        return dict(self.data[indices]) if self.by_tensor else _stack([self.data[int(i)] for i in indices])
+
+    def fingerprint(self) -> str | None:
+        """SHA-256 (hex) of up to 64 evenly spaced samples; None where two reads differ (random augmentation)."""
+        with torch.random.fork_rng(devices=[]):  # an augmentation that draws here must not move the caller's draws
+            first = self._hash_samples()
+            return first if self._hash_samples() == first else None
+
+    def _hash_samples(self) -> str:
+        digest, size = hashlib.sha256(), len(self.data)
+        count = min(size, _FINGERPRINT_SAMPLES)
+        for i in range(count):  # one by one, because samples of different shapes need not fit into one batch
+            index = i * (size - 1) // max(count - 1, 1)
+            _add_to_hash(digest, self._unchecked(torch.tensor([index])))
+        return digest.hexdigest()
+
+
+def _add_to_hash(digest: hashlib._Hash, value: Any) -> None:
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        plain = value.detach().cpu().contiguous()
+        digest.update(f"{plain.dtype} {tuple(plain.shape)}:".encode())
+        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            digest.update(f"{key}=".encode())
+            _add_to_hash(digest, value[key])
+    elif isinstance(value, list | tuple):
+        digest.update(f"{len(value)}[".encode())
+        for item in value:
+            _add_to_hash(digest, item)
+    else:  # the text of any other object may hold its address, which says nothing
+        plain_text = isinstance(value, str | bytes | int | float | None)
+        digest.update(repr(value if plain_text else type(value).__name__).encode())
 
 
 def _has_length(batch: Any, length: int) -> bool:

@@ -30,19 +30,28 @@ from genkit.training.optim import load_optimizer, optimizer_tensors, split_state
 __all__ = [
     "CheckpointData",
     "apply_checkpoint",
+    "changed_setup",
     "checkpoints",
     "choose_checkpoint",
     "collect",
     "latest_checkpoint",
+    "make_output_dir",
     "prepare_output_dir",
     "prune_checkpoints",
     "read_checkpoint",
+    "verify_checkpoint",
     "write_checkpoint",
 ]
 
 log = logging.getLogger("genkit.training")
 _NAME = re.compile(r"^checkpoint-(\d+)$")
 FORMAT = 1
+_SETUP = {
+    "world_size": "number of processes",
+    "sharded": "sharded by FSDP",
+    "samples": "number of training samples",
+    "data": "values of the training data (SHA-256 of some samples)",
+}
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
@@ -56,11 +65,27 @@ def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted(((int(m.group(1)), p) for m, p in named if m), reverse=True)
 
 
+def verify_checkpoint(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint whose files are whole and whose name tells its step (other names are free).
+
+    Raises:
+        CheckpointError: damage, or ``checkpoint-<step>`` with another step in its manifest.
+    """
+    manifest = verify_folder(folder)
+    named, step = _NAME.match(folder.name), manifest["meta"].get("step")
+    if named and int(named.group(1)) != step:
+        raise CheckpointError(
+            f"{folder}: its name says step {int(named.group(1))}, its manifest says step {step}; it was renamed or "
+            f"replaced. Give it its own name back, or take another checkpoint"
+        )
+    return manifest
+
+
 def latest_checkpoint(output_dir: Path) -> Path | None:
     """The newest checkpoint that verifies; damaged newer ones are passed over with a warning that names the damage."""
     for _, folder in checkpoints(output_dir):
         try:
-            verify_folder(folder)
+            verify_checkpoint(folder)
             return folder
         except CheckpointError as error:
             log.warning("checkpoint passed over, the previous one is tried: %s", error)
@@ -80,7 +105,7 @@ def choose_checkpoint(output_dir: Path, resume: str | None) -> Path | None:
     if resume is None:
         return None
     if resume != "latest":
-        step = verify_folder(Path(resume))["meta"].get("step", 0)
+        step = verify_checkpoint(Path(resume))["meta"].get("step", 0)
         _refuse_newer(output_dir, resume, step)
         return Path(resume)
     found = latest_checkpoint(output_dir)
@@ -122,13 +147,8 @@ def _set_aside_newer(output_dir: Path, found: Path) -> None:
         log.warning("%s was renamed to %s", folder, target.name)
 
 
-def prepare_output_dir(output_dir: Path, resume: str | None) -> None:
-    """Makes the folder, removes what killed saves left, and refuses to run over results that nobody asked to resume.
-
-    Raises:
-        ConfigError: the folder holds a run and ``resume`` is None.
-        CheckpointError: the folder cannot be made or written.
-    """
+def make_output_dir(output_dir: Path) -> None:
+    """Makes the folder; a place that cannot be made or written raises `CheckpointError`."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         probe = output_dir / ".tmp-probe"
@@ -138,6 +158,14 @@ def prepare_output_dir(output_dir: Path, resume: str | None) -> None:
         raise CheckpointError(
             f"output_dir {output_dir}: cannot be written ({error}); give a folder that can be"
         ) from error
+
+
+def prepare_output_dir(output_dir: Path, resume: str | None) -> None:
+    """Removes what killed saves left, and refuses to run over results that nobody asked to resume.
+
+    Raises:
+        ConfigError: the folder holds a run and ``resume`` is None.
+    """
     kept = [p.name for _, p in checkpoints(output_dir)] + [n for n in ("pipeline",) if (output_dir / n).exists()]
     if resume is None and kept:
         raise ConfigError(
@@ -162,7 +190,7 @@ def prune_checkpoints(output_dir: Path, limit: int | None) -> None:
 
 def _verifies(folder: Path) -> bool:
     try:
-        verify_folder(folder)
+        verify_checkpoint(folder)
     except CheckpointError:
         return False
     return True
@@ -251,6 +279,18 @@ def read_checkpoint(folder: Path, shard: str = "") -> CheckpointData:
     files = [p for p in sorted(folder.glob("*/*.safetensors")) if p.name.endswith(suffix)]
     tensors = {p.relative_to(folder).as_posix().removesuffix(suffix): load_tensors(p) for p in files}
     return CheckpointData(state, config, tensors)
+
+
+def changed_setup(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What a run has besides its configuration and cannot change on resume, one line for each difference.
+
+    A value that one side does not have (data that differ from read to read, an older checkpoint) is not compared.
+    """
+    return [
+        f"{words}: {saved[key]} in the checkpoint, {now[key]} now"
+        for key, words in _SETUP.items()
+        if saved.get(key) is not None and now[key] is not None and saved[key] != now[key]
+    ]
 
 
 def apply_checkpoint(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from genkit.errors import ConfigError
 from genkit.samplers.noise import Keys
 
-__all__ = ["LossOutput", "Objective", "Phase"]
+__all__ = ["LossOutput", "Objective", "Phase", "check_phases"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,19 @@ class Phase:
 
     name: str
     steps: int
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"phase {self.name!r} has {self.steps} steps; give at least 1, or leave the phase out")
+
+
+def check_phases(phases: Sequence[Phase]) -> tuple[Phase, ...]:
+    """The phases of an objective; two of one name raise `ConfigError`, because they are started and logged by name."""
+    names = [phase.name for phase in phases]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"phases() gave the names {names}; {twice} are there twice, give each phase its own name")
+    return tuple(phases)
 
 
 @dataclass

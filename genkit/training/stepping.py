@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,7 +163,11 @@ class Stepper:
         return tuple((torch.cat(bad) if bad else self.order.window(step)).tolist())
 
 
-def _check_output(output: LossOutput, window: _Window, turn: str) -> None:
+def _check_output(output: Any, window: _Window, turn: str) -> None:
+    if not isinstance(output, LossOutput) or not isinstance(output.loss, Tensor):
+        got = f"LossOutput({type(output.loss).__name__})" if isinstance(output, LossOutput) else type(output).__name__
+        raise GenkitError(f"loss({turn!r}) gave a {got}, expected LossOutput(loss, logs) with a scalar tensor as loss")
+    _check_logs(output.logs, turn)
     if output.loss.ndim or not output.loss.requires_grad:
         raise GenkitError(
             f"loss({turn!r}) gave a tensor of shape {tuple(output.loss.shape)} with requires_grad="
@@ -173,3 +179,13 @@ def _check_output(output: LossOutput, window: _Window, turn: str) -> None:
             f"loss({turn!r}) logged {names} after {window.names}; every micro-batch of a step logs the same names"
         )
     window.names = names
+
+
+def _check_logs(logs: Any, turn: str) -> None:
+    if not isinstance(logs, Mapping):
+        raise GenkitError(f"loss({turn!r}) gave a {type(logs).__name__} as logs, expected a dict of named numbers")
+    for name, value in logs.items():
+        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        if shape if shape is not None else not isinstance(value, Real):
+            got = f"a tensor of shape {shape}" if shape else f"a {type(value).__name__}"
+            raise GenkitError(f"loss({turn!r}) logged {name!r} as {got}, expected a number or a scalar tensor; log a mean")

@@ -29,7 +29,8 @@ from genkit.training.build import build_networks, release_networks
 from genkit.training.config import TrainerConfig
 from genkit.training.config_files import changed_keys
 from genkit.training.networks import TrainedNetwork, averaged_weights, set_turn
-from genkit.training.objective import Objective, Phase
+from genkit.training.lock import hold_output_dir
+from genkit.training.objective import Objective, Phase, check_phases
 from genkit.training.optim import learning_rate
 from genkit.training.order import DataOrder
 from genkit.training.sharding import is_sharded, save_on_all, shard_suffix
@@ -62,7 +63,7 @@ class Trainer:
     ) -> None:
         self.objective, self.config, self.save_pipeline = objective, config, save_pipeline
         self.output_dir = Path(config.output_dir)
-        self.phases = tuple(objective.phases()) or (Phase("train", config.max_steps),)
+        self.phases = check_phases(objective.phases()) or (Phase("train", config.max_steps),)
         self.phase_ends = list(itertools.accumulate(phase.steps for phase in self.phases))
         self.last_step = min(config.max_steps, self.phase_ends[-1])
         self.reader = BatchReader(data)
@@ -76,6 +77,7 @@ class Trainer:
         self.stopped = False
         self._turn: str | None = None
         self._saved_step = -1
+        self._data_hash: str | None = None
         self._given_frozen = set(objective.frozen())
 
     # --- the loop ---------------------------------------------------------------------------------------------------
@@ -85,13 +87,13 @@ class Trainer:
         before the step is yielded.
 
         Raises:
-            ConfigError: an output folder in use, or changed settings on resume.
+            ConfigError: an output folder in use, or changed settings or data on resume.
             CheckpointError: a damaged or foreign checkpoint, or a save that failed (older checkpoints are unchanged).
             DivergenceError: more than ``max_skipped_steps`` non-finite steps in a row.
         """
         with ExitStack() as stack:
             stack.callback(lambda: release_networks(self.objective, self.networks))
-            self._start()
+            self._start(stack)
             trackers = make_trackers(self.config, self.step) if self.accelerator.is_main_process else []
             for tracker in trackers:
                 stack.callback(tracker.close)
@@ -228,13 +230,15 @@ class Trainer:
             "turn_counts": self.turn_counts,
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
-            "samples": self.order.size,
-            "world_size": self.accelerator.num_processes,
-            "sharded": is_sharded(self.accelerator),
             "config_hash": self.config.config_hash(),
             "frozen_hashes": {name: network.frozen_hash() for name, network in self.networks.items()},
             "scaler": None if scaler is None else scaler.state_dict(),
+            **self._setup(),
         }
+
+    def _setup(self) -> dict[str, Any]:
+        world, sharded = self.accelerator.num_processes, is_sharded(self.accelerator)
+        return {"samples": self.order.size, "data": self._data_hash, "world_size": world, "sharded": sharded}
 
     def _save(self) -> None:
         if self._saved_step == self.step:
@@ -247,15 +251,18 @@ class Trainer:
         )
         self._saved_step = self.step
 
-    def _start(self) -> None:
+    def _start(self, stack: ExitStack) -> None:
         resume = self.config.resume_from_checkpoint
 
         def choose() -> str | None:
+            folders.make_output_dir(self.output_dir)
+            stack.enter_context(hold_output_dir(self.output_dir))
             folders.prepare_output_dir(self.output_dir, resume)
             found = folders.choose_checkpoint(self.output_dir, resume)
             return None if found is None else str(found)
 
         chosen = decide_on_main(self.accelerator, choose)
+        self._data_hash = on_every_process(self.accelerator, self.reader.fingerprint)
         if chosen is not None:
             data = on_every_process(self.accelerator, lambda: self._read(Path(chosen)))
             self._resume(data, Path(chosen))
@@ -265,14 +272,8 @@ class Trainer:
     def _read(self, folder: Path) -> folders.CheckpointData:
         """A checkpoint that this run may continue."""
         data = folders.read_checkpoint(folder, shard_suffix(self.accelerator))
-        state, world = data.state, self.accelerator.num_processes
-        changed = changed_keys(data.config, self.config)
-        if state["world_size"] != world:
-            changed.append(f"number of processes: {state['world_size']} in the checkpoint, {world} now")
-        if state["sharded"] != is_sharded(self.accelerator):
-            changed.append(f"sharded by FSDP: {state['sharded']} in the checkpoint, {not state['sharded']} now")
-        if state["samples"] != self.order.size:
-            changed.append(f"number of training samples: {state['samples']} in the checkpoint, {self.order.size} now")
+        state = data.state
+        changed = changed_keys(data.config, self.config) + folders.changed_setup(state, self._setup())
         if changed:
             raise ConfigError(
                 f"{folder} cannot be continued, because these settings changed:\n  " + "\n  ".join(changed) + "\n"

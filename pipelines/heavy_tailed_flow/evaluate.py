@@ -18,7 +18,7 @@ from torch import Tensor
 
 from genkit.data.mixtures import StableMixture
 from genkit.data.returns import MarketReturns
-from genkit.errors import GenkitError
+from genkit.errors import ConfigError, GenkitError
 from genkit.metrics.modes import mode_coverage
 from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
 from genkit.metrics.tails import RobustWhitening, compare_tails, hill
@@ -52,11 +52,20 @@ TRUTH_LEVELS = (0.99, 0.999, 0.9999)
 
 
 def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Path = "docs/results") -> str:
-    """Measures the rows that are missing (unless ``table_only``) and returns the tables as Markdown."""
+    """Measures the rows that are missing (unless ``table_only``) and returns the tables as Markdown.
+
+    Raises:
+        ConfigError: there are no rows to make a table of.
+    """
     path = Path(results_dir) / METHOD / f"{config.data.name}.jsonl"
     if not table_only:
         _run_missing(config, path)
     rows = [row for row in read_rows(path) if row.setting == _setting(config) and row.config_hash in _hashes(config)]
+    if not rows:
+        raise ConfigError(
+            f"{path} holds no rows of this configuration; measure them by leaving out --table, or name the folder that "
+            "has them (--results-dir, by default docs/results of the current folder)"
+        )
     return "\n\n".join(_tables(config, rows))
 
 

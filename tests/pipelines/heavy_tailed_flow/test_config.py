@@ -104,3 +104,18 @@ def test_the_card_speaks_of_the_data_that_were_used(tmp_path):
     text = (tmp_path / "pipe" / "README.md").read_text()
     assert "first 70 % of the days of the user's own file mine.csv" in text and "of 2 assets" in text
     assert "Nasdaq" not in text and str(tmp_path) not in text
+
+
+def test_a_table_of_nothing_says_where_it_looked(tmp_path):
+    config = load_config(CONFIGS / "returns.yaml", [], Config)
+    with pytest.raises(ConfigError, match="holds no rows of this configuration"):
+        evaluate(config, table_only=True, results_dir=tmp_path)
+
+
+def test_the_committed_rows_are_those_of_the_committed_configurations():
+    """The tables in the README are made from rows whose configuration hash is the committed file's."""
+    results = Path(__file__).resolve().parents[3] / "docs" / "results"
+    for data in ("returns", "mixture2d"):
+        config = load_config(CONFIGS / f"{data}.yaml", [], Config)
+        table = evaluate(config, table_only=True, results_dir=results)
+        assert all(f"| {arm} | 5 |" in table for arm in ARMS[data])
