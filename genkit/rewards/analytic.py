@@ -33,8 +33,14 @@ class QuadraticTarget(Reward):
     def values(self, sample: Sample, context: Context | None) -> Tensor:
         x = field_of(sample, self.field, of=self)
         y = context_entry(context, "target", x.shape[0], of=self) if self.target is None else self.target
-        difference = x - torch.as_tensor(y, dtype=x.dtype, device=x.device)
-        return -0.5 * self.weight * difference.flatten(1).square().sum(dim=1)
+        y = torch.as_tensor(y, dtype=x.dtype, device=x.device)
+        fits = y.shape == x.shape if self.target is None else _broadcasts(y, x.shape[1:])
+        if not fits:
+            expected = (
+                f"{tuple(x.shape)} from the context" if self.target is None else f"one sample {tuple(x.shape[1:])}"
+            )
+            raise ConfigError(f"{self}: the target has shape {tuple(y.shape)}, expected {expected}.")
+        return -0.5 * self.weight * (x - y).flatten(1).square().sum(dim=1)
 
 
 class LinearFunctional(Reward):
@@ -127,6 +133,11 @@ class GaussianMixtureLogDensity(Reward):
         square = (x.unsqueeze(1) - mu).square().sum(dim=2) / sigma.square()
         log_normal = -0.5 * square - d * (sigma.log() + 0.5 * math.log(2 * math.pi))
         return torch.logsumexp(w.log() + log_normal, dim=1)
+
+
+def _broadcasts(a: Tensor, shape: torch.Size) -> bool:
+    """Whether ``a`` can be repeated to ``shape``; a batch of targets cannot, it belongs in the context."""
+    return a.ndim <= len(shape) and all(n in (1, m) for n, m in zip(a.shape[::-1], shape[::-1], strict=False))
 
 
 def _inner(a: Tensor, x: Tensor) -> Tensor:

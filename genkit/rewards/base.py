@@ -53,9 +53,18 @@ def reward_output(
     """A `RewardOutput` in which every value that is not finite, or not ``valid``, is masked.
 
     Args:
-        values: (B,) or (B, n_objectives).
+        values: floating point, (B,) or (B, n_objectives).
         valid: (B,) bool; by default all that are finite.
+
+    Raises:
+        ConfigError: values or mask of another kind or shape.
     """
+    if not isinstance(values, Tensor):
+        raise ConfigError(f"reward values are {type(values).__name__}, expected a tensor (B,), one value a sample.")
+    if not values.is_floating_point():
+        raise ConfigError(
+            f"reward values are {values.dtype}, expected floating point (NaN marks invalid): add .float()."
+        )
     if values.ndim not in (1, 2):
         raise ConfigError(f"reward values have shape {tuple(values.shape)}, expected (B,) or (B, n_objectives).")
     finite = torch.isfinite(values) if values.ndim == 1 else torch.isfinite(values).all(dim=1)
@@ -87,7 +96,7 @@ class Reward(ABC):
         """The values of ``sample`` with their mask; the gradient flows through when the reward is differentiable."""
         with torch.set_grad_enabled(self.differentiable and torch.is_grad_enabled()):
             result = self.values(sample, context)
-        output = result if isinstance(result, RewardOutput) else reward_output(result)
+        output = result if isinstance(result, RewardOutput) else _named_output(self, result)
         expected = batch_size(sample)
         if output.values.shape[0] != expected:
             raise ConfigError(f"{self}: {output.values.shape[0]} values for {expected} samples; expected one a sample.")
@@ -113,6 +122,13 @@ class Reward(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
+
+
+def _named_output(reward: Reward, values: Tensor) -> RewardOutput:
+    try:
+        return reward_output(values)
+    except ConfigError as error:
+        raise ConfigError(f"{reward}: {error}") from error
 
 
 def batch_size(sample: Sample) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from genkit.rewards.combine import WeightedSum
 
 __all__ = ["RewardCheck", "check_differentiable"]
 
-#: Trial steps as shares of the sample's size: large enough for float32 rounding, small enough for curvature.
-_STEPS = (1e-3, 1e-2, 1e-4, 1e-1)
+#: Trial steps as shares of the sample's size: small ones for curvature, large ones for rounding.
+_STEPS = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+_RATIOS = (0.5, 1.5)
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,11 @@ class RewardCheck:
 def check_differentiable(
     reward: Reward, sample: Sample, context: Context | None = None, *, name: str | None = None
 ) -> RewardCheck:
-    """Check that a reward has a non-zero gradient and rises along it by a finite step; of a sum, every part.
+    """Check that a reward has a non-zero gradient and rises along it as it predicts; of a sum, every part.
+
+    The rise of Σ_b r_b by a finite step is compared with ⟨∇, step⟩; their ratio must lie in [0.5, 1.5] at a step small
+    enough for curvature and large enough for rounding. A part of the sample that is cut off entirely (its gradient is
+    0) goes unseen: nothing moves along it.
 
     Args:
         reward: what training will maximise.
@@ -64,11 +70,16 @@ def check_differentiable(
             f"{name}: the gradient is 0 on all {count} valid samples, so training could not move. Look for detach(), "
             "rounding, argmax or no_grad inside it, or give samples that are not yet optimal."
         )
-    rise, ratio = _best_rise(reward, sample, context, output, gradient, norm)
+    rise, ratio = _measured_rise(reward, sample, context, output, gradient)
     if not rise > 0:
         raise ConfigError(
-            f"{name}: the value does not rise along its gradient (change {rise:.3g} where {rise / ratio:.3g} is "
+            f"{name}: the value does not rise along its gradient (change {rise:.3g}, {ratio:.3g} of what is "
             "predicted): a part of the graph is cut or has the wrong sign."
+        )
+    if not _RATIOS[0] <= ratio <= _RATIOS[1]:
+        raise ConfigError(
+            f"{name}: along its gradient the value rises {ratio:.3g} times what the gradient predicts, expected "
+            f"{_RATIOS[0]} to {_RATIOS[1]}: a part of the graph is cut (detach(), no_grad) or scaled."
         )
     return RewardCheck(norm, rise, ratio, count)
 
@@ -78,20 +89,40 @@ def _norm(gradient: Any) -> float:
     return float(torch.stack([g.double().square().sum() for g in tensors]).sum().sqrt())
 
 
-def _best_rise(
-    reward: Reward, sample: Sample, context: Context | None, output: RewardOutput, gradient: Any, norm: float
+def _measured_rise(
+    reward: Reward, sample: Sample, context: Context | None, output: RewardOutput, gradient: Any
 ) -> tuple[float, float]:
-    """Rise and its ratio to the prediction at the trial step where the two agree best."""
-    size = max(_norm(sample), 1.0)
-    trials = []
-    for share in _STEPS:
-        step = share * size / norm
-        with torch.no_grad():
-            moved = reward(_moved(sample, gradient, step), context)
-        both = output.valid & moved.valid
-        rise = float((moved.filled().double() - output.filled().double())[both].sum())
-        trials.append((rise, rise / (step * norm**2)))
-    return min(trials, key=lambda trial: abs(trial[1] - 1.0))
+    """Rise and its ratio to the prediction at the smallest step that curvature and rounding leave alone.
+
+    That is where two neighbouring steps agree within a tenth; where none do, the step with the ratio nearest 1.
+    """
+    size = max(_norm(sample), 1.0) / _norm(gradient)
+    trials = [_trial(reward, sample, context, output, gradient, share * size) for share in _STEPS]
+    floor = 8 * torch.finfo(output.values.dtype).eps * float(output.filled().double().norm())
+    clear = [trial for trial in trials if abs(trial[0]) > floor]
+    for (_, ratio), larger in pairwise(clear):
+        if abs(ratio - larger[1]) <= 0.1 * abs(larger[1]):
+            return larger
+    return min(clear or trials, key=lambda trial: abs(trial[1] - 1.0))
+
+
+def _trial(
+    reward: Reward, sample: Sample, context: Context | None, output: RewardOutput, gradient: Any, step: float
+) -> tuple[float, float]:
+    """Rise by a step along the gradient and its ratio to ⟨∇, moved − sample⟩, the step as rounding left it."""
+    moved = _moved(sample, gradient, step)
+    with torch.no_grad():
+        after = reward(moved, context)
+    both = output.valid & after.valid
+    rise = float((after.filled().double() - output.filled().double())[both].sum())
+    predicted = _predicted(sample, moved, gradient, both)
+    return (rise, rise / predicted) if predicted > 0 else (0.0, 0.0)
+
+
+def _predicted(sample: Sample, moved: Sample, gradient: Any, both: Tensor) -> float:
+    if isinstance(sample, Tensor):
+        sample, moved, gradient = {"": sample}, {"": moved}, {"": gradient}
+    return sum(float((gradient[k].double() * (moved[k].double() - v.double()))[both].sum()) for k, v in sample.items())
 
 
 def _moved(sample: Sample, gradient: Any, step: float) -> Sample:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,13 +29,10 @@ class WeightedSum(Reward):
     """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float] | None = None) -> None:
-        weights = dict.fromkeys(rewards, 1.0) if weights is None else dict(weights)
-        if not rewards or weights.keys() != rewards.keys():
-            raise ConfigError(f"expected one weight a reward: rewards {sorted(rewards)}, weights {sorted(weights)}.")
-        for name, weight in weights.items():
-            if not math.isfinite(weight):
-                raise ConfigError(f"weight of {name!r} is {weight}, expected a finite number.")
-        self.rewards, self.weights = dict(rewards), weights
+        _check_parts(rewards)
+        weights = dict.fromkeys(rewards, 1.0) if weights is None else weights
+        _check_weights(weights, rewards)
+        self.rewards, self.weights = dict(rewards), dict(weights)
         self.differentiable = all(part.differentiable for name, part in rewards.items() if weights[name])
 
     def values(self, sample: Sample, context: Context | None) -> RewardOutput:
@@ -84,6 +82,30 @@ class WeightedSum(Reward):
 
     def __repr__(self) -> str:
         return f"WeightedSum({', '.join(f'{self.weights[n]:g} {n}' for n in self.rewards)})"
+
+
+def _check_parts(rewards: Any) -> None:
+    if not isinstance(rewards, Mapping):
+        raise ConfigError(
+            f"WeightedSum: rewards are a {type(rewards).__name__}, expected a mapping of names to rewards."
+        )
+    for name, part in rewards.items():
+        if not isinstance(part, Reward):
+            raise ConfigError(
+                f"WeightedSum: {name!r} is a {type(part).__name__}, expected a Reward; wrap a function in FunctionReward."
+            )
+
+
+def _check_weights(weights: Any, rewards: Mapping[str, Reward]) -> None:
+    if not isinstance(weights, Mapping):
+        raise ConfigError(
+            f"WeightedSum: weights are a {type(weights).__name__}, expected a mapping of names to numbers."
+        )
+    if not rewards or weights.keys() != rewards.keys():
+        raise ConfigError(f"expected one weight a reward: rewards {list(rewards)}, weights {list(weights)}.")
+    for name, weight in weights.items():
+        if not isinstance(weight, Real) or not math.isfinite(weight):
+            raise ConfigError(f"weight of {name!r} is {weight!r}, expected a finite number.")
 
 
 def _scaled(gradient: Any, weight: float) -> dict[str, Tensor]:

@@ -150,6 +150,7 @@ def parse_config(
     model: type[Config], values: Mapping[str, Any], *, source: str, overridden: Sequence[str] = ()
 ) -> Config:
     """``values`` as a ``model``; every problem is listed in one `ConfigError`."""
+    _check_keys(values, source)
     version = values.get("schema_version", SCHEMA_VERSION)
     if issubclass(model, TrainerConfig) and version != SCHEMA_VERSION:
         raise ConfigError(
@@ -162,6 +163,21 @@ def parse_config(
         raise ConfigError(f"{source}: holds a value that is not plain data ({error})") from error
     except ValidationError as error:
         raise ConfigError("\n".join(_messages(model, values, error, source, overridden))) from error
+
+
+def _check_keys(values: Any, where: str) -> None:
+    """Refuses keys that are no text, at any depth: JSON would make them text, and no message could find them."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            if not isinstance(key, str):
+                shown = "null" if key is None else repr(key)
+                raise ConfigError(
+                    f"{where}: the key {shown} ({type(key).__name__}) is no name; keys are words: mend it"
+                )
+            _check_keys(value, f"{where}: {key}")
+    elif isinstance(values, list):
+        for value in values:
+            _check_keys(value, where)
 
 
 def _messages(
