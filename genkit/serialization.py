@@ -320,8 +320,9 @@ def saved_parts(folder: Path) -> list[str]:
     if (folder / MANIFEST).exists() or not folder.is_dir():
         return []
     names = [path.name for path in folder.iterdir() if path.is_dir()]
-    steps = sorted((int(n.split("-")[1]) for n in names if re.fullmatch(r"checkpoint-\d+", n)), reverse=True)
-    return [n for n in names if n == "pipeline"] + [f"checkpoint-{step}" for step in steps]
+    saved = [name for name in names if re.fullmatch(r"checkpoint-\d+", name)]
+    newest_first = sorted(saved, key=lambda name: int(name.split("-")[1]), reverse=True)
+    return [name for name in names if name == "pipeline"] + newest_first
 
 
 def _read_manifest(folder: Path, links_within: Path | None) -> dict[str, Any]:

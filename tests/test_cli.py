@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
         (["zoo", "none"], "zoo:none is not known"),
         (["assets", "smolm2"], "Did you mean 'smollm2'"),
         (["cite", "rmd"], "Did you mean 'rmmd'"),
-        (["verify", "none"], "DAMAGED: none: no such folder"),
+        (["verify", "none"], "genkit: error: none: no such folder"),
     ],
 )
 def test_explained_errors_have_one_message_and_no_traceback(
@@ -104,8 +105,7 @@ def test_explained_errors_have_one_message_and_no_traceback(
 ) -> None:
     code = cli.main(argv)
     captured = capsys.readouterr()
-    assert code in (1, 2)
-    assert code == 1 or argv[0] != "verify"
+    assert code == 2
     assert message in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
@@ -172,7 +172,20 @@ def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("OK: pipeline with 5 files")
     (saved / "unet" / "config.json").write_text("{}")
     assert cli.main(["verify", str(saved)]) == 1
-    assert "unet/config.json has 2 bytes" in capsys.readouterr().err
+    assert "DAMAGED" in (error := capsys.readouterr().err) and "unet/config.json has 2 bytes" in error
+
+
+def test_verify_of_a_run_folder_names_what_can_be_verified(saved: Path, tmp_path: Path, capsys) -> None:
+    run = tmp_path / "run"
+    for name in ("pipeline", "checkpoint-9", "checkpoint-10"):
+        shutil.copytree(saved, run / name)
+    (run / "config.json").write_text("{}")
+    assert cli.main(["verify", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "DAMAGED" not in error and f"{run}/pipeline, {run}/checkpoint-10, {run}/checkpoint-9." in error
+    (tmp_path / "other").mkdir()  # the control: nothing to point to
+    assert cli.main(["verify", str(tmp_path / "other")]) == 1
+    assert "has no manifest.json" in capsys.readouterr().err
 
 
 def test_zoo_lists_and_shows(saved: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

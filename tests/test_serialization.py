@@ -18,6 +18,7 @@ from genkit.serialization import (
     load_tensors,
     save_json,
     save_tensors,
+    saved_parts,
     verify_folder,
     write_folder,
 )
@@ -281,3 +282,11 @@ def test_not_a_folder_of_ours(tmp_path: Path) -> None:
         verify_folder(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"has no manifest\.json"):
         verify_folder(tmp_path)
+
+
+def test_a_run_folder_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    write_folder(tmp_path / "run" / "pipeline", write_number(1), meta={})
+    write_folder(tmp_path / "run" / "checkpoint-3", write_number(2), meta={})
+    with pytest.raises(CheckpointError, match="folder of a training run.*run/pipeline, .*run/checkpoint-3"):
+        verify_folder(tmp_path / "run")
+    assert saved_parts(tmp_path / "run" / "pipeline") == [] and saved_parts(tmp_path / "none") == []

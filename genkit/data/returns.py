@@ -305,10 +305,8 @@ def _column(header: Sequence[str], name: str, source: Path) -> int:
     exact = [i for i, title in enumerate(header) if title == name]
     found = exact or [i for i, title in enumerate(header) if title.lower() == name.lower()]
     if len(found) > 1:
-        raise ConfigError(
-            f"{source} has {len(found)} columns for {name!r}: {', '.join(f'{header[i]!r} (column {i + 1})' for i in found)}"
-            f"; rename them, or give one exactly"
-        )
+        shown = ", ".join(f"{header[i]!r} (column {i + 1})" for i in found)
+        raise ConfigError(f"{source} has {len(found)} columns for {name!r}: {shown}; rename them, or give one exactly")
     if not found:
         index = " Name the column without a name if it holds that." if "" in header else ""
         shown = ", ".join(title or "''" for title in header)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -85,8 +86,7 @@ def check_differentiable(
 
 
 def _norm(gradient: Any) -> float:
-    tensors = gradient.values() if isinstance(gradient, Mapping) else [gradient]
-    return float(torch.stack([g.double().square().sum() for g in tensors]).sum().sqrt())
+    return float(torch.stack([g.double().square().sum() for g in _parts(gradient).values()]).sum().sqrt())
 
 
 def _measured_rise(
@@ -120,9 +120,13 @@ def _trial(
 
 
 def _predicted(sample: Sample, moved: Sample, gradient: Any, both: Tensor) -> float:
-    if isinstance(sample, Tensor):
-        sample, moved, gradient = {"": sample}, {"": moved}, {"": gradient}
-    return sum(float((gradient[k].double() * (moved[k].double() - v.double()))[both].sum()) for k, v in sample.items())
+    before, after, slopes = _parts(sample), _parts(moved), _parts(gradient)
+    terms = [slopes[k].double() * (after[k].double() - before[k].double()) for k in before]
+    return math.fsum(float(term[both].sum()) for term in terms)
+
+
+def _parts(value: Any) -> Mapping[str, Tensor]:
+    return value if isinstance(value, Mapping) else {"": value}
 
 
 def _moved(sample: Sample, gradient: Any, step: float) -> Sample:

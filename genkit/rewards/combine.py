@@ -92,7 +92,7 @@ def _check_parts(rewards: Any) -> None:
     for name, part in rewards.items():
         if not isinstance(part, Reward):
             raise ConfigError(
-                f"WeightedSum: {name!r} is a {type(part).__name__}, expected a Reward; wrap a function in FunctionReward."
+                f"WeightedSum: {name!r} is a {type(part).__name__}, expected a Reward; FunctionReward wraps a function."
             )
 
 

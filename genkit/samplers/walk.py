@@ -305,9 +305,9 @@ def _walk_times(scheduler: Any, n: int | None, times: Tensor | Sequence[float] |
     if times is None and n is None:
         raise ConfigError("the walk has no length: give num_inference_steps or times")
     n = None if n is None else checked_count("num_inference_steps", n)
-    grid = scheduler.times(n) if times is None else times
-    if times is not None or not hasattr(scheduler, "model_input"):  # a diffusers scheduler may repeat its last time
-        grid = _checked_times(grid, n)
+    own: Tensor | Sequence[float] = scheduler.times(n) if times is None else times
+    stateful = times is None and hasattr(scheduler, "model_input")  # a diffusers scheduler may repeat its last time
+    grid = torch.as_tensor(own) if stateful else _checked_times(own, n)
     if stop_at is None:
         return grid
     expected = f"a step from 0 to {len(grid) - 2}"

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from genkit.errors import ConfigError
 
+fcntl: Any
 try:
     import fcntl
 except ImportError:  # Windows: runs are not kept apart there
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None
 
 __all__ = ["LOCK", "hold_output_dir"]
 

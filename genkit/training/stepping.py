@@ -188,4 +188,6 @@ def _check_logs(logs: Any, turn: str) -> None:
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
         if shape if shape is not None else not isinstance(value, Real):
             got = f"a tensor of shape {shape}" if shape else f"a {type(value).__name__}"
-            raise GenkitError(f"loss({turn!r}) logged {name!r} as {got}, expected a number or a scalar tensor; log a mean")
+            raise GenkitError(
+                f"loss({turn!r}) logged {name!r} as {got}, expected a number or a scalar tensor; log a mean"
+            )

@@ -28,8 +28,8 @@ from genkit.training.batches import BatchReader, TrainingData
 from genkit.training.build import build_networks, release_networks
 from genkit.training.config import TrainerConfig
 from genkit.training.config_files import changed_keys
-from genkit.training.networks import TrainedNetwork, averaged_weights, set_turn
 from genkit.training.lock import hold_output_dir
+from genkit.training.networks import TrainedNetwork, averaged_weights, set_turn
 from genkit.training.objective import Objective, Phase, check_phases
 from genkit.training.optim import learning_rate
 from genkit.training.order import DataOrder

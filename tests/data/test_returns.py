@@ -130,7 +130,7 @@ def test_own_file_gives_the_shipped_results(tmp_path):
     [
         (["2020-01-01,1,2", "2020-01-02,,2", "2020-01-03,nan,."], {}, r"2 of 3 rows hold a missing .* 2020-01-02"),
         (["2020-01-01,1,2", "2020-01-02,-36.98,2"], {}, r"1 prices are not positive \(first: A = -36.98 on 2020-01-02"),
-        (["2020-01-02,1,2", "2020-01-01,1,2"], {}, r"row 3: 2020-01-01 comes after 2020-01-02"),
+        (["2020-01-02,1,2", "2020-01-01,1,2"], {}, r"line 3: 2020-01-01 comes after 2020-01-02"),
         (["2020-01-01,1,2", "2020-01-01,1,2"], {}, "must increase strictly"),
         (["01/02/2020,1,2", "01/03/2020,1,2"], {}, "not an ISO date"),
         (["2020-01-01,1,2"], {}, "has 1 rows of data"),
@@ -138,6 +138,11 @@ def test_own_file_gives_the_shipped_results(tmp_path):
         (["2020-01-01,1,2", "2020-01-02,1,2"], {"columns": ["AB"]}, "has no column 'AB'; it has Date, A, B"),
         (["2020-01-01,1,2", "2020-01-02,1,2"], {"date_column": "dat"}, "Did you mean 'Date'"),
         (["2020-01-01,1,2", "2020-01-02,1,2"], {"values": "price"}, "Did you mean 'prices'"),
+        (["2020-01-01,1,2", "", "2020-01-02,1,buy"], {}, r"line 4: column 'B' holds 'buy', expected a number"),
+        (["2020-01-01,1,2", '2020-01-02,1,"1,234.5"'], {}, "line 3: column 'B' holds '1,234.5'.*thousands"),
+        (["2020-01-01,1,2,", "2020-01-02,1,2,"], {}, "2 rows do not have .*line 2.*a comma at the end of a line"),
+        (["2020-01-01,1,2", "2020-01-02,1,2"], {"columns": ["A", "a"]}, "name a column twice"),
+        (["2020-01-01 16:00:00,1,2", "2020-01-02,1,2"], {}, "not an ISO date"),
     ],
 )
 def test_bad_files_are_named(tmp_path, rows, options, message):
@@ -166,6 +171,71 @@ def test_missing_file_names_its_neighbour(tmp_path):
     write(tmp_path / "returns.csv", ["2020-01-01,1,2"])
     with pytest.raises(ConfigError, match=r"Did you mean 'returns.csv'"):
         read_price_table(tmp_path / "retruns.csv")
+
+
+def test_missing_file_does_not_guess_at_unlike_names(tmp_path):
+    write(tmp_path / "prices.csv", ["2020-01-01,1,2"])
+    with pytest.raises(ConfigError) as caught:
+        read_price_table(tmp_path / "closes.csv")
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "own.csv", ["2020-01-01,1,2", "2020-01-02,3,4"])
+    assert read_price_table("~/own.csv").names == ("A", "B")
+
+
+TWO_DAYS = ["2020-01-01,1,2", "2020-01-02,3,4"]
+
+
+def test_equal_names_are_refused_and_case_only_decides_between_different_ones(tmp_path):
+    for header, options in (("Date,A,A", {}), ("Date,A,A", {"columns": ["a"]}), ("Date,Bb,BB", {"columns": ["bb"]})):
+        with pytest.raises(ConfigError, match=r"has 2 columns for .*\(column 2\).*\(column 3\)"):
+            read_price_table(write(tmp_path / "own.csv", TWO_DAYS, header), **options)
+    table = read_price_table(write(tmp_path / "own.csv", TWO_DAYS, "Date,A,a"))
+    assert table.values.tolist() == [[1, 2], [3, 4]]  # and no copies of the first
+    assert read_price_table(tmp_path / "own.csv", columns=["a"]).values.flatten().tolist() == [2, 4]
+
+
+def test_an_index_without_a_name_is_no_asset(tmp_path):
+    rows = [f"{i},{row}" for i, row in enumerate(TWO_DAYS, start=1)]
+    for header in (",Date,A,B", '"",Date,A,B', "Unnamed: 0,Date,A,B"):
+        with pytest.raises(ConfigError, match=r"column 1 has no name .*drop it, name it, or choose columns="):
+            read_price_table(write(tmp_path / "own.csv", rows, header))
+        assert read_price_table(tmp_path / "own.csv", columns=["A", "B"]).values.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(ConfigError, match="no column 'date'; it has '', A, B.*Name the column without a name"):
+        read_price_table(write(tmp_path / "own.csv", TWO_DAYS, ",A,B"))
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "utf-16-le"])
+def test_other_encodings_are_named_with_the_remedy(tmp_path, encoding):
+    path = tmp_path / "own.csv"
+    path.write_bytes("\n".join(["Date,A,Börse", *TWO_DAYS]).encode(encoding))
+    with pytest.raises(ConfigError, match=r"own\.csv is not UTF-8 text .*save it as UTF-8"):
+        read_price_table(path)
+
+
+@pytest.mark.parametrize(("mark", "shown"), [(";", '";"'), ("\t", "tabs")])
+def test_other_separators_are_named(tmp_path, mark, shown):
+    path = write(tmp_path / "own.csv", [row.replace(",", mark) for row in TWO_DAYS], mark.join(("Date", "A", "B")))
+    with pytest.raises(ConfigError, match=f'fields are separated by {shown}; expected ","'):
+        read_price_table(path)
+
+
+def test_midnights_are_dates(tmp_path):
+    rows = ["2020-01-01 00:00:00,1,2", "2020-01-02T00:00:00.000,3,4", "2020-01-03 00:00:00-05:00,5,6"]
+    dates = read_price_table(write(tmp_path / "own.csv", rows)).dates
+    assert dates == (date(2020, 1, 1), date(2020, 1, 2), date(2020, 1, 3))
+
+
+def test_prices_do_not_pass_as_returns(tmp_path):
+    with pytest.raises(ConfigError, match="the shipped table holds prices"):
+        MarketReturns(values="returns")
+    own = write(tmp_path / "own.csv", [f"{d},{i % 3 - 1},{100 + i}" for i, d in enumerate(days(400))])
+    with pytest.raises(ConfigError, match="'B' is positive on all 400 days with median .*set values: prices"):
+        MarketReturns(path=own, values="returns")
+    assert MarketReturns(path=own, values="returns", columns=["A"]).names == ("A",)
 
 
 def test_constant_column_is_refused(tmp_path):

@@ -143,6 +143,29 @@ def test_several_objectives() -> None:
         FunctionReward(lambda x, context: x.sum().reshape(1))(torch.ones(2, 2))
 
 
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x, c: 1.0, r"judge\): reward values are float, expected a tensor"),
+        (lambda x, c: None, r"judge\): reward values are NoneType, expected a tensor"),
+        (lambda x, c: (x > 0).sum(dim=1), r"judge\): reward values are torch.int64, .*add \.float\(\)"),
+        (lambda x, c: x[:, 0] > 0, r"judge\): reward values are torch.bool, expected floating point"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_refused_by_name(function, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FunctionReward(function, name="judge")(X)
+
+
+@pytest.mark.parametrize(
+    ("target", "context"),
+    [(normal(4), None), (normal(6, 3), None), (normal(2, 1, 3), None), (None, normal(6)), (None, normal(6, 1))],
+)
+def test_targets_of_another_shape_are_refused(target, context) -> None:
+    with pytest.raises(ConfigError, match=r"QuadraticTarget.*the target has shape \(.*expected"):
+        QuadraticTarget(target)(X, {"target": context})
+
+
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +205,20 @@ def test_sum_is_valid_where_every_weighted_part_is() -> None:
         WeightedSum({"count": count}, {"count": float("nan")})
 
 
+@pytest.mark.parametrize(
+    ("rewards", "weights", "message"),
+    [
+        ({"a": QuadraticTarget(0.0)}, {"a": "1"}, "weight of 'a' is '1', expected a finite number"),
+        ({"a": QuadraticTarget(0.0)}, [1.0], "weights are a list, expected a mapping"),
+        ({"a": lambda x, c: x}, None, "'a' is a function, expected a Reward; FunctionReward wraps"),
+        ([QuadraticTarget(0.0)], None, "rewards are a list, expected a mapping"),
+    ],
+)
+def test_sums_of_other_things_are_refused(rewards, weights, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        WeightedSum(rewards, weights)
+
+
 # --- the start-up check -----------------------------------------------------------------------------------------------
 
 
@@ -205,7 +242,25 @@ def half_cut(x: Tensor, context: object) -> Tensor:
     return -10 * x.detach().square().sum(dim=1) + x.square().sum(dim=1)
 
 
+def product_half_cut(x: Tensor, context: object) -> Tensor:
+    return -(x.detach() * x).sum(dim=1)
+
+
+def product_half_cut_far_from_the_origin(x: Tensor, context: object) -> Tensor:
+    """Its optimum is so near that the curvature of a large step hides the cut: 2 − 0.1 ‖x‖/‖x − y‖ is 1."""
+    difference = x - 0.9 * X
+    return -(difference.detach() * difference).sum(dim=1)
+
+
+def too_steep(x: Tensor, context: object) -> Tensor:
+    value = -x.square().sum(dim=1)
+    return 3 * value - 2 * value.detach()
+
+
 CONTROLS = {
+    product_half_cut: "rises 2 times",
+    product_half_cut_far_from_the_origin: "rises 2 times",
+    too_steep: "rises 0.333 times",
     detached: "carry no gradient",
     detached_with_a_thread: "the gradient is 0 on all 6",
     rounded: "the gradient is 0",
@@ -230,3 +285,10 @@ def test_check_refuses_what_cannot_be_trained() -> None:
         check_differentiable(FunctionReward(lambda x, c: x[:, 0].log(), differentiable=True), -torch.ones(2, 1))
     x32 = X.float() * 100
     assert check_differentiable(QuadraticTarget(A.float()), x32).ratio == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_check_passes_exact_gradients_whatever_the_precision(dtype, offset) -> None:
+    reward = FunctionReward(lambda x, c: offset - 3 * (x - 1).square().sum(dim=1), differentiable=True)
+    assert check_differentiable(reward, normal(64, 8, seed=5).to(dtype)).ratio == pytest.approx(1, abs=0.3)

@@ -17,6 +17,7 @@ from training import run_toy, toys
 
 from genkit.serialization import load_tensors, verify_folder
 from genkit.training.checkpoint import checkpoints, latest_checkpoint
+from genkit.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(run_toy.__file__))
@@ -95,6 +96,23 @@ def test_failures_are_one_message_and_not_0(config, tmp_path, capfd):
     with pytest.raises(SystemExit) as caught:
         run_toy.main([])
     assert caught.value.code == 2
+
+
+def test_an_interrupt_says_what_is_kept(config, tmp_path, capfd, monkeypatch):
+    real = Trainer._run_step
+
+    def interrupt_at_15(self, stop):
+        if self.step == 15:
+            raise KeyboardInterrupt
+        return real(self, stop)
+
+    monkeypatch.setattr(Trainer, "_run_step", interrupt_at_15)
+    assert run_toy.main([str(config), "save_steps=20"]) == 130
+    error = capfd.readouterr().err
+    assert f"interrupted: {tmp_path / 'run'} has no checkpoint yet" in error and "latest" not in error
+    assert run_toy.main([str(config)]) == 130
+    error = capfd.readouterr().err
+    assert f"{tmp_path / 'run' / 'checkpoint-10'} is kept; continue with resume_from_checkpoint=latest" in error
 
 
 def test_a_real_process_stops_on_sigterm_and_the_next_one_ends_bit_equal(config, tmp_path):

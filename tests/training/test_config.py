@@ -65,6 +65,9 @@ def test_numbers_words_and_lists_are_read_by_the_core_rules(tmp_path):
         ("schema_version: 2", ["run.yaml: schema_version: got 2", "reads 1"]),
         ("seed: 1\nseed: 2", ["run.yaml, line", "'seed' is given twice"]),
         ("seed: [1", ["run.yaml, line", "not valid YAML"]),
+        ("3: 4", ["run.yaml: the key 3 (int) is no name"]),
+        ("null: 4", ["run.yaml: the key null (NoneType) is no name"]),
+        ("clock: {law: stable, 3: 4}", ["run.yaml: clock: the key 3 (int) is no name"]),
     ],
 )
 def test_wrong_lines_are_refused_by_file_key_and_nearest_key(tmp_path, line, expected):

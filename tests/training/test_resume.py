@@ -19,8 +19,16 @@ from training import processes, toys
 
 from genkit.errors import CheckpointError, ConfigError
 from genkit.serialization import load_json, load_tensors, verify_folder
-from genkit.training import DivergenceError, Trainer
-from genkit.training.checkpoint import checkpoints, latest_checkpoint, prune_checkpoints
+from genkit.training import DivergenceError, TensorData, Trainer
+from genkit.training.batches import BatchReader
+from genkit.training.checkpoint import (
+    changed_setup,
+    checkpoints,
+    choose_checkpoint,
+    latest_checkpoint,
+    prune_checkpoints,
+)
+from genkit.training.lock import hold_output_dir
 
 MESSY = {
     "gradient_accumulation_steps": 2,
@@ -150,6 +158,75 @@ def test_a_folder_in_use_is_not_run_over(tmp_path):
         list(trainer(tmp_path).train())
 
 
+def test_two_runs_at_once_in_one_folder_are_refused(tmp_path):
+    first = trainer(tmp_path, save_steps=1).train()
+    next(first)
+    (stage := tmp_path / ".tmp-checkpoint-2-0123456789ab").mkdir()  # what the first is just writing
+    for resume in (None, "latest"):
+        with pytest.raises(ConfigError, match=f"output_dir {tmp_path} is in use by another run.*another output_dir"):
+            list(trainer(tmp_path, resume_from_checkpoint=resume).train())
+    assert stage.exists() and next(first).step == 2
+    first.close()
+    assert [e.step for e in trainer(tmp_path, resume_from_checkpoint="latest").train()][0] == 3
+
+
+def _hold(folder: Path, told: Path) -> None:
+    with hold_output_dir(folder):
+        told.touch()
+        time.sleep(60)
+
+
+def test_a_killed_run_lets_go_of_its_folder(tmp_path):
+    child = processes.start(_hold, tmp_path, tmp_path / "told", quiet=True)
+    while not (tmp_path / "told").exists():
+        time.sleep(0.005)
+    with pytest.raises(ConfigError, match="in use"), hold_output_dir(tmp_path):
+        pass
+    child.kill()
+    child.join()
+    with hold_output_dir(tmp_path):
+        pass
+
+
+def test_changed_data_are_refused(tmp_path):
+    objective, settings = toys.Regression(), toys.config(tmp_path, max_steps=5)
+    list(Trainer(objective, settings, toys.make_data(11)).train())
+    for name in ("x", "y"):
+        data = toys.make_data(11)
+        data.tensors[name][10, 0] += 1e-6
+        again = settings.model_copy(update={"resume_from_checkpoint": "latest"})
+        with pytest.raises(ConfigError, match="values of the training data .*: [0-9a-f]{64} in the checkpoint"):
+            list(Trainer(objective, again, data).train())
+    renamed = TensorData({"x": data.tensors["x"], "z": toys.make_data(11).tensors["y"]})
+    with pytest.raises(ConfigError, match="values of the training data"):
+        list(Trainer(objective, again, renamed).train())
+    assert list(Trainer(objective, again, toys.make_data(11)).train()) == []
+
+
+def test_a_fingerprint_is_cheap_repeatable_and_absent_for_augmented_data():
+    class Augmented(TensorData):
+        reads = 0
+
+        def __getitem__(self, index):
+            Augmented.reads += 1
+            return {"x": self.tensors["x"][index] + torch.rand(())}
+
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    data = Augmented({"x": torch.zeros(1000, 2)})
+    reader = BatchReader(data)
+    torch.set_rng_state(before)
+    Augmented.reads = 0
+    assert reader.fingerprint() is None and Augmented.reads == 128
+    assert torch.equal(torch.get_rng_state(), before)
+    x = torch.arange(1000, dtype=torch.bfloat16)
+    first, last = x.clone(), x.clone()
+    first[0], last[-1] = 7.0, 7.0
+    found = [BatchReader(TensorData({"x": v})).fingerprint() for v in (x, x.clone(), first, last, x.short())]
+    assert found[0] == found[1] and len(set(found)) == 4
+    assert changed_setup({"samples": 3, "data": None}, {"data": "1", "samples": 3, "world_size": 1, "sharded": 0}) == []
+
+
 def test_going_back_does_not_mix_with_newer_checkpoints(tmp_path):
     list(trainer(tmp_path).train())
     with pytest.raises(ConfigError, match="holds checkpoint-12, checkpoint-10, newer than the checkpoint to resume"):
@@ -214,6 +291,18 @@ def test_damage_to_any_file_is_named_and_the_previous_checkpoint_taken(tmp_path,
                 list(trainer(copy, objective, resume_from_checkpoint=str(copy / "checkpoint-12")).train())
             assert toys.same(toys.tensors(objective.net_), before)
             shutil.rmtree(copy)
+
+
+def test_a_checkpoint_under_another_name_is_damaged(tmp_path, caplog):
+    list(trainer(tmp_path).train())
+    (tmp_path / "checkpoint-12").rename(tmp_path / "checkpoint-20")
+    with pytest.raises(CheckpointError, match="checkpoint-20: its name says step 20, its manifest says step 12"):
+        list(trainer(tmp_path, resume_from_checkpoint=str(tmp_path / "checkpoint-20")).train())
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-10" and "says step 12" in caplog.text
+    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "best")  # a name without a step is free
+    assert choose_checkpoint(tmp_path / "new", str(tmp_path / "best")) == tmp_path / "best"
+    with pytest.raises(CheckpointError, match="folder of a training run.*checkpoint-20"):
+        choose_checkpoint(tmp_path / "new", str(tmp_path))
 
 
 def test_resume_falls_back_and_ends_bit_equal(tmp_path):

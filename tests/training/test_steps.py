@@ -12,7 +12,7 @@ from training import toys
 
 from genkit.errors import ConfigError, GenkitError
 from genkit.samplers.noise import training_keys
-from genkit.training import LossOutput, TensorData, Trainer
+from genkit.training import LossOutput, Phase, TensorData, Trainer
 from genkit.training.accelerator import check_world_size, step_rng
 from genkit.training.order import DataOrder
 
@@ -377,3 +377,36 @@ def test_trackers_are_extras(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MissingExtraError, match=r"genkit-diffusion\[track\]"):
         list(Trainer(toys.Regression(), toys.config(tmp_path / "t", report_to="tensorboard"), toys.make_data()).train())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: o.loss, "gave a Tensor, expected LossOutput"),
+        (lambda o: LossOutput(0.5), r"gave a LossOutput\(float\), expected"),
+        (lambda o: LossOutput(o.loss, [o.loss]), "gave a list as logs, expected a dict"),
+        (lambda o: LossOutput(o.loss, {"a": o.loss, "b": torch.ones(1)}), r"logged 'b' as a tensor of shape \(1,\)"),
+        (lambda o: LossOutput(o.loss, {"a": "high"}), "logged 'a' as a str"),
+        (lambda o: LossOutput(o.loss, {"a": None}), "logged 'a' as a NoneType"),
+    ],
+)
+def test_a_loss_of_another_kind_is_explained(tmp_path, change, message):
+    class Changed(toys.Regression):
+        def loss(self, *args, **kwargs):
+            return change(super().loss(*args, **kwargs))
+
+    with pytest.raises(GenkitError, match=message):
+        list(Trainer(Changed(), toys.config(tmp_path), toys.make_data()).train())
+
+
+def test_phases_need_steps_and_names_of_their_own(tmp_path):
+    for steps in (0, -1):
+        with pytest.raises(ConfigError, match=f"phase 'a' has {steps} steps; give at least 1"):
+            Phase("a", steps)
+
+    class Twice(toys.Regression):
+        def phases(self):
+            return Phase("a", 2), Phase("b", 2), Phase("a", 3)
+
+    with pytest.raises(ConfigError, match=r"\['a'\] are there twice"):
+        Trainer(Twice(), toys.config(tmp_path), toys.make_data())
