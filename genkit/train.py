@@ -93,11 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Messages(logging.StreamHandler):  # type: ignore[type-arg]  # generic in the stubs only
+    """What :func:`_show_messages` puts on the logger, so that the next call can tell it from a user's own handler."""
+
+
 def _show_messages() -> None:
     """genkit's own messages go to stderr: everything from the main process, warnings from the others."""
     logger = logging.getLogger("genkit")
+    for handler in [h for h in logger.handlers if isinstance(h, _Messages)]:
+        logger.removeHandler(handler)  # it holds the stderr of an earlier call, which may be closed by now
     if not logger.handlers:
-        handler = logging.StreamHandler()
+        handler = _Messages()
         handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False

@@ -208,3 +208,18 @@ def test_the_accelerate_files_are_complete_and_known_to_accelerate(tmp_path):
         loaded = load_config_from_file(str(file))  # an unknown key is an error there
         assert loaded.num_processes == (1 if file.stem == "cpu" else 2)
         assert loaded.distributed_type == yaml.safe_load(file.read_text())["distributed_type"]
+
+
+def test_messages_follow_stderr_when_a_program_exchanges_it(tmp_path, monkeypatch):
+    """Called twice in one process, each call writes to the stderr of its own time."""
+    import io
+
+    from genkit import train
+
+    for _ in range(2):
+        stream = io.StringIO()
+        monkeypatch.setattr("sys.stderr", stream)
+        train._show_messages()
+        train.logging.getLogger("genkit.training").info("hello")
+        assert "INFO: hello" in stream.getvalue()
+        stream.close()
