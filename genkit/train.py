@@ -100,13 +100,12 @@ class _Messages(logging.StreamHandler):  # type: ignore[type-arg]  # generic in 
 def _show_messages() -> None:
     """genkit's own messages go to stderr: everything from the main process, warnings from the others."""
     logger = logging.getLogger("genkit")
-    for handler in [h for h in logger.handlers if isinstance(h, _Messages)]:
-        logger.removeHandler(handler)  # it holds the stderr of an earlier call, which may be closed by now
-    if not logger.handlers:
-        handler = _Messages()
-        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
+    for old in [h for h in logger.handlers if isinstance(h, _Messages)]:
+        logger.removeHandler(old)  # it holds the stderr of an earlier call, which may be closed by now
+    handler = _Messages()
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    logger.addHandler(handler)
+    logger.propagate = False
     logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
 
 
