@@ -22,12 +22,12 @@ from genkit.errors import ConfigError, GenkitError
 from genkit.metrics.modes import mode_coverage
 from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
 from genkit.metrics.tails import RobustWhitening, compare_tails, hill
-from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, classical_forecasts
+from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, classical_forecasts, format_rows
 from genkit.pipelines.heavy_tailed_flow.config import Config, ReturnsData, build
 from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
-from genkit.serialization import canonical_hash
+from genkit.serialization import canonical_hash, load_tensors
 
-__all__ = ["ARMS", "arm_config", "evaluate", "headline", "sample_arm", "train_arm"]
+__all__ = ["ARMS", "arm_config", "evaluate", "evaluate_samples", "headline", "sample_arm", "train_arm"]
 
 METHOD = "heavy_tailed_flow"
 #: Trained arms by data set: what each changes in the configuration.
@@ -67,6 +67,32 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
             "has them (--results-dir, by default docs/results of the current folder)"
         )
     return "\n\n".join(_tables(config, rows))
+
+
+def evaluate_samples(path: str | Path) -> str:
+    """Scores of a user's samples of the shipped returns: what ``genkit sample`` wrote, or a folder of it.
+
+    Args:
+        path: ``samples.safetensors`` with ``samples`` (n, 3), joint returns in units of their EWMA volatility.
+
+    Returns:
+        A Markdown table: backtests on the held-out days, then tails beside them.
+    """
+    file = Path(path)
+    file = file / "samples.safetensors" if file.is_dir() else file
+    if not file.is_file():
+        raise ConfigError(f"{file}: no such file; expected what 'genkit sample zoo:returns-flow --out DIR' writes")
+    tensors = load_tensors(file)
+    samples, test = tensors.get("samples"), MarketReturns(split="test")
+    if samples is None or samples.ndim != 2 or samples.shape[1] != len(test.names):
+        got = {name: tuple(value.shape) for name, value in tensors.items()}
+        raise ConfigError(f"{file} holds {got}; expected 'samples' (n, {len(test.names)}): {', '.join(test.names)}")
+    samples = samples.to(torch.float64)
+    table = format_rows({file.parent.name: backtest(samples, test)})
+    if len(samples) < len(test):
+        return table
+    tails = [f"{name}: {value:.3f}" for name, value, _ in _tail_numbers(samples, test.sample.to(torch.float64))]
+    return "\n".join([table, "", f"beside {len(test)} held-out days, equal n and k: " + ", ".join(tails)])
 
 
 def arm_config(config: Config, arm: str, seed: int) -> Config:

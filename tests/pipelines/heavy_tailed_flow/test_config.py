@@ -119,3 +119,22 @@ def test_the_committed_rows_are_those_of_the_committed_configurations():
         config = load_config(CONFIGS / f"{data}.yaml", [], Config)
         table = evaluate(config, table_only=True, results_dir=results)
         assert all(f"| {arm} | 5 |" in table for arm in ARMS[data])
+
+
+def test_a_file_of_samples_is_scored(tmp_path):
+    """Resampled training days get the scores of filtered historical simulation on those days."""
+    from genkit.data import MarketReturns
+    from genkit.pipelines.heavy_tailed_flow.backtest import backtest
+    from genkit.pipelines.heavy_tailed_flow.evaluate import evaluate_samples
+    from genkit.serialization import save_tensors
+
+    samples = MarketReturns(split="train").sample
+    save_tensors(tmp_path / "samples.safetensors", {"samples": samples})
+    text = evaluate_samples(tmp_path)
+    row = backtest(samples.double(), MarketReturns(split="test"))[3]
+    assert f"| equal_weights | 0.975 | {row.violations} " in text and f"| {row.fz0_score:.4f} |" in text
+    assert "radius_hill_ratio: 1.408" in text  # the days in their order: four blocks of 982
+    save_tensors(tmp_path / "other.safetensors", {"samples": samples[:, :2]})
+    for wrong, message in (("other.safetensors", r"expected 'samples' \(n, 3\)"), ("none.safetensors", "no such file")):
+        with pytest.raises(ConfigError, match=message):
+            evaluate_samples(tmp_path / wrong)
