@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 # before torch and numpy start their thread pools
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -27,3 +29,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def make_scheduler() -> Callable[..., Any]:
+    """``make_scheduler(name, prediction_type, **options)`` for "flow", "shifted_flow" and the VP schedules."""
+    from genkit.schedulers import FlowScheduler, VPScheduler
+
+    def make(name: str, prediction_type: str | None = None, **options: Any) -> Any:
+        if prediction_type is not None:
+            options["prediction_type"] = prediction_type
+        if name == "flow":
+            return FlowScheduler(**options)
+        if name == "shifted_flow":
+            return FlowScheduler(shift=3.0, **options)
+        return VPScheduler(name, **options)
+
+    return make
