@@ -21,9 +21,9 @@ import torch
 
 import genkit
 from genkit.data import MarketReturns
-from genkit.metrics import RobustWhitening, hill
+from genkit.metrics import RobustWhitening, diebold_mariano, hill
 from genkit.pipelines.heavy_tailed_flow.backtest import backtest, classical_forecasts, forecast_risk, format_rows
-from genkit.pipelines.heavy_tailed_flow.plots import draw_backtest, draw_tail_knob, draw_tails
+from genkit.pipelines.heavy_tailed_flow.plots import draw_backtest, draw_scores, draw_tail_knob, draw_tails
 from genkit.plotting import figure_style, save_figure
 
 parser = argparse.ArgumentParser()
@@ -78,6 +78,25 @@ rows = {"heavy_tailed_flow": backtest(flow.samples, held_out), "gaussian_flow": 
 rows |= classical_forecasts(train, held_out)
 print(format_rows({name: [row for row in values if row.portfolio == "equal_weights"] for name, values in rows.items()}))
 
+# %%
+# One seed and 982 days: whether a lead is more than noise, the Diebold–Mariano test says. Over five seeds the flow is
+# level with the peaks-over-threshold model (the method's page has the table).
+daily = {
+    name: torch.stack([r.daily_fz0_score for r in values if r.level == 0.99]).mean(0) for name, values in rows.items()
+}
+for name in ("pot_gpd", "gaussian_flow"):
+    test = diebold_mariano(daily["heavy_tailed_flow"], daily[name])
+    print(f"heavy_tailed_flow and {name} have equal FZ0 scores: p = {test.p_value:.2f}")
+
+scores = {
+    name: (sum(row.fz0_score for row in values if row.level == 0.99) / 4, float("nan")) for name, values in rows.items()
+}
+with figure_style():
+    ranking = draw_scores(scores, "Mean FZ0 score of 99 % VaR and ES, four portfolios", ["heavy_tailed_flow"])
+show(ranking, "scores.png", f"n = {len(held_out)} held-out days")
+
+# %%
+# The forecasts of the equally weighted portfolio, day by day.
 with figure_style():
     risk = draw_backtest(held_out, forecast_risk(flow.samples, held_out.scale, held_out.names, 0.99))
 show(risk, "value_at_risk.png")

@@ -124,7 +124,7 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             part = slice(start, start + _CHUNK)
             path = law.path(keys[part].at(purpose="clock"), self.denoiser.features.grid).to(device)
             cond = {"clock": path[:, -1], "features": self.denoiser.features(path)}
-            clipped += len(path) * self.denoiser.features.clipped_share(path)
+            clipped += len(path) * self.denoiser.features.clipped_share(cond["features"])
             if class_labels is not None:
                 cond["class_labels"] = torch.as_tensor(class_labels, device=device)[part]
             x = self._walk(
