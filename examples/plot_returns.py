@@ -79,9 +79,9 @@ rows |= classical_forecasts(train, held_out)
 print(format_rows({name: [row for row in values if row.portfolio == "equal_weights"] for name, values in rows.items()}))
 
 # %%
-# Whether a lead on 982 days is more than noise, the Diebold–Mariano test says; it does not know the noise of the samples
-# themselves: with another sampling seed the same weights score 1.572 (their model card). Over five training seeds the flow
-# is level with the peaks-over-threshold model (the method's page has the table).
+# Whether a lead on 982 days is more than noise, the Diebold–Mariano test says; it does not know the noise of the
+# samples themselves: with another sampling seed the same weights score 1.572 (their model card). Over five training
+# seeds the flow is level with the peaks-over-threshold model (the method's page has the table).
 daily = {
     name: torch.stack([r.daily_fz0_score for r in values if r.level == 0.99]).mean(0) for name, values in rows.items()
 }
