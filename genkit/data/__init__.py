@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from genkit.data.returns import read_price_table as read_price_table
     from genkit.data.stable import positive_stable as positive_stable
     from genkit.data.stable import stable_tail_constant as stable_tail_constant
+    from genkit.data.tasks import VerifiableTasks as VerifiableTasks
+    from genkit.data.tasks import check_answer as check_answer
+    from genkit.data.text import PackedDocuments as PackedDocuments
+    from genkit.data.text import PromptResponses as PromptResponses
+    from genkit.data.text import TextWindows as TextWindows
+    from genkit.data.text import king_james_text as king_james_text
+    from genkit.data.text import read_prompt_responses as read_prompt_responses
+    from genkit.data.text import read_text_files as read_text_files
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -29,5 +37,13 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "StableMixture": ".mixtures",
         "positive_stable": ".stable",
         "stable_tail_constant": ".stable",
+        "VerifiableTasks": ".tasks",
+        "check_answer": ".tasks",
+        "PackedDocuments": ".text",
+        "PromptResponses": ".text",
+        "TextWindows": ".text",
+        "king_james_text": ".text",
+        "read_prompt_responses": ".text",
+        "read_text_files": ".text",
     },
 )

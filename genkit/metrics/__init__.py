@@ -1,4 +1,4 @@
-"""Measures of samples: tails, risk backtests, mode coverage."""
+"""Measures of samples: tails, risk backtests, mode coverage, text."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from genkit.metrics.tails import hill_plot as hill_plot
     from genkit.metrics.tails import quantile_ratio as quantile_ratio
     from genkit.metrics.tails import tail_ks as tail_ks
+    from genkit.metrics.text import distinct_n as distinct_n
+    from genkit.metrics.text import exact_match as exact_match
+    from genkit.metrics.text import repetition_rate as repetition_rate
+    from genkit.metrics.text import wilson_interval as wilson_interval
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -69,5 +73,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "value_at_risk_and_shortfall": ".risk",
         "ModeCoverage": ".modes",
         "mode_coverage": ".modes",
+        "distinct_n": ".text",
+        "exact_match": ".text",
+        "repetition_rate": ".text",
+        "wilson_interval": ".text",
     },
 )

@@ -10,5 +10,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "DiffusersDenoiser": ".adapters",
         "FixedPrecision": ".precision",
         "FourierTimeEmbedding": ".mlp",
+        "load_causal_lm": ".pretrained",
     },
 )

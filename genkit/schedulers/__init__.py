@@ -10,6 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "FlowScheduler": ".flow",
         "GaussianScheduler": ".gaussian",
         "GaussianTransition": ".transition",
+        "MaskedBlockScheduler": ".masked",
         "ProductScheduler": ".product",
         "ProductTransition": ".product",
         "Transition": ".transition",

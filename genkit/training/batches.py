@@ -112,7 +112,9 @@ def _add_to_hash(digest: hashlib._Hash, value: Any) -> None:
     if isinstance(value, Tensor) and value.layout is torch.strided:
         plain = value.detach().cpu().contiguous()
         digest.update(f"{plain.dtype} {tuple(plain.shape)}:".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(
+            plain.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+        )
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
             digest.update(f"{key}=".encode())

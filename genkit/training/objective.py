@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from genkit._checks import checked_number
 from genkit.errors import ConfigError
 from genkit.samplers.noise import Keys
 
@@ -15,12 +16,16 @@ __all__ = ["LossOutput", "Objective", "Phase", "check_phases"]
 
 @dataclass(frozen=True)
 class Phase:
-    """A training stage with its own optimisers: its name and its length in steps (optimiser updates)."""
+    """A training stage with its own optimisers: its name, its length in steps (optimiser updates), and what its
+    learning rates are multiplied with.
+    """
 
     name: str
     steps: int
+    learning_rate_factor: float = 1.0
 
     def __post_init__(self) -> None:
+        checked_number("learning_rate_factor", self.learning_rate_factor, "a number, at least 0", lambda v: v >= 0.0)
         if self.steps < 1:
             raise ConfigError(f"phase {self.name!r} has {self.steps} steps; give at least 1, or leave the phase out")
 

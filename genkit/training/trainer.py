@@ -169,7 +169,11 @@ class Trainer:
         inside = self.step - (self.phase_ends[self.phase_index] - phase.steps)
         c = self.config
         return learning_rate(
-            network.base_rate, inside, phase.steps, scheduler=c.lr_scheduler, warmup_steps=c.warmup_steps
+            phase.learning_rate_factor * network.base_rate,
+            inside,
+            phase.steps,
+            scheduler=c.lr_scheduler,
+            warmup_steps=c.warmup_steps,
         )
 
     # --- one step ---------------------------------------------------------------------------------------------------

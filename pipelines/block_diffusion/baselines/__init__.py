@@ -1,0 +1,1 @@
+"""Other recipes, on the same masks, scorer and evaluator."""

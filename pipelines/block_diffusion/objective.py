@@ -1,0 +1,327 @@
+"""Training on [x_t ; x_0] in one pass: block diffusion with the shift, and the next-token loss of the clean half.
+
+Differs from the paper in: the weights of the losses, the noise schedule's range and the block schedule are not
+published, so they are options; the first token of each block is never noised and is scored by the clean path, which we
+infer from the released decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from genkit._checks import checked_count, checked_number
+from genkit.errors import ConfigError
+from genkit.pipelines.block_diffusion.curriculum import BlockCurriculum
+from genkit.pipelines.block_diffusion.masks import BlockGrid, CleanRule, causal_mask, one_pass_mask
+from genkit.pipelines.block_diffusion.scoring import TokenScorer
+from genkit.samplers.noise import Keys
+from genkit.training.objective import LossOutput, Objective, Phase
+
+__all__ = [
+    "BlockDiffusionObjective",
+    "Corruption",
+    "LossWeight",
+    "corrupt",
+    "mask_times",
+    "masked_ranks",
+    "predicted",
+]
+
+LossWeight = Literal["1/t", "1/k", "none"]
+
+
+def predicted(batch: Mapping[str, Tensor], grid: BlockGrid) -> Tensor:
+    """Bool (B, L): the tokens that are predicted: all but padding, a document's first token, and a prompt."""
+    wanted = grid.real & (grid.position > 0)
+    return (wanted & batch["loss_mask"]) if "loss_mask" in batch else wanted.expand_as(batch["tokens"])
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """Which tokens are masked (bool (B, L)), and the weight of each one's loss (float32 (B, L))."""
+
+    masked: Tensor
+    weight: Tensor
+
+
+def mask_times(keys: Keys, blocks: int, t_range: tuple[float, float], antithetic: bool) -> Tensor:
+    """One t per block, float64 (B, blocks), uniform on ``t_range``.
+
+    ``antithetic``: the blocks of a row take one t from each of ``blocks`` equal strata, in random order, so their mean
+    varies less; each t alone is still uniform.
+    """
+    uniform = keys.at(purpose="time").uniform((blocks,))
+    if antithetic:
+        uniform = (keys.at(purpose="strata").uniform((blocks,)).argsort(dim=1) + uniform) / blocks
+    low, high = t_range
+    return low + (high - low) * uniform
+
+
+def masked_ranks(keys: Keys, maskable: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """Each maskable token's place in a random order of its block's maskable tokens, and how many these are.
+
+    Args:
+        keys: the rows' streams.
+        maskable: bool (B, L).
+        first: bool (B or 1, L), True where a block starts.
+
+    Returns:
+        ranks int64 (B, L) from 0 (L where not maskable), and counts n int64 (B, L).
+    """
+    rows, length = maskable.shape
+    first = first.expand(rows, -1)
+    block = first.long().cumsum(dim=1) - 1
+    order = keys.uniform((length,)) + 2.0 * (~maskable) + 4.0 * block
+    ranks = order.argsort(dim=1).argsort(dim=1)
+    index = torch.arange(length, device=maskable.device).expand(rows, -1)
+    start = torch.where(first, index, 0).cummax(dim=1).values
+    counts = torch.zeros_like(block).scatter_add(1, block, maskable.long()).gather(1, block)
+    return torch.where(maskable, ranks - start, length), counts
+
+
+def corrupt(
+    keys: Keys,
+    maskable: Tensor,
+    first: Tensor,
+    blocks: int,
+    *,
+    t_range: tuple[float, float] = (1e-3, 1.0),
+    weight: LossWeight = "1/t",
+    antithetic: bool = True,
+    complementary: bool = False,
+) -> list[Corruption]:
+    """Masks maskable tokens, block by block.
+
+    ``"1/t"`` and ``"none"``: each token with its block's probability t. ``"1/k"``: k of the block's n maskable tokens, k
+    even on 1 … n. The sums Σ_masked CE/t and Σ_masked CE·n/k have the same expectation, the second without the variance
+    of the random number of masks and with weights of at most n (``nelbo``'s identity).
+
+    Args:
+        keys: the rows' noise streams: the result depends on (seed, step, sample) alone.
+        maskable: bool (B, L).
+        first: bool (B or 1, L), True where a block starts.
+        blocks: how many blocks a row has at most.
+        t_range: t is uniform on it; anything but (0, 1] biases the bound (not used by ``"1/k"``).
+        weight: ``"1/t"`` or ``"1/k"``: unbiased estimates of the bound; ``"none"`` counts masked tokens alike.
+        antithetic: see :func:`mask_times`.
+        complementary: also the complement, which has the same law: the tokens that the first view left.
+
+    Returns:
+        One corruption, or two.
+    """
+    block = first.expand_as(maskable).long().cumsum(dim=1) - 1
+    if weight == "1/k":
+        return _corrupt_counts(keys, maskable, first, block, blocks, antithetic, complementary)
+    t = mask_times(keys, blocks, t_range, antithetic).gather(1, block)
+    masked = (keys.at(purpose="mask").uniform((block.shape[1],)) < t) & maskable
+    views = [(masked, t), (maskable & ~masked, (1.0 - t).clamp(min=t_range[0]))][: 1 + complementary]
+    return [Corruption(m, (1.0 / rate if weight == "1/t" else torch.ones_like(rate)).float()) for m, rate in views]
+
+
+def _corrupt_counts(
+    keys: Keys,
+    maskable: Tensor,
+    first: Tensor,
+    block: Tensor,
+    blocks: int,
+    antithetic: bool,
+    complementary: bool,
+) -> list[Corruption]:
+    ranks, n = masked_ranks(keys.at(purpose="mask"), maskable, first)
+    uniform = mask_times(keys, blocks, (0.0, 1.0), antithetic).gather(1, block)
+    if not complementary:
+        k = (uniform * n).long() + 1
+        return [Corruption(ranks < k, (n / k).float())]
+    k = (uniform * (n + 1)).long()  # 0 … n, so that n − k has the same law
+    views = [(ranks < k, k), (maskable & (ranks >= k), n - k)]
+    return [Corruption(masked, ((n + 1) / count.clamp(min=1)).float()) for masked, count in views]
+
+
+class BlockDiffusionObjective(Objective):
+    """Cross-entropies of one pass over [x_t ; x_0], per predicted token::
+
+        L = 1/N Σ_i  [i first of its block]  CE_clean(i)
+                   + [i masked]              CE_noisy(i)/t
+                   + [i not first]           λ CE_clean(i)
+
+    The first two sums are an estimate of the likelihood bound −log p(x) ≤ Σ_b (−log p(x_1^b | x^{<b}) + L_BD^b); the
+    third is the auxiliary autoregressive loss on the other tokens. So at block length 1 the loss *is* the autoregressive
+    one, whatever λ. N counts the predicted tokens of all micro-batches and processes.
+
+    Args:
+        model: a causal language model of transformers; its parameters with ``requires_grad`` are trained.
+        mask_token_id: the mask token.
+        curriculum: block length at each step.
+        ar_weight: λ.
+        shift: the logit of position i − 1 predicts token i; the first token of a block comes from the clean path.
+            False: every token is predicted at its own position (no clean term, unless ``ar_weight`` > 0).
+        clean_rule: ``"causal"``, or ``"block"`` (the clean half of BD3LM's followers; a next-token loss would leak).
+        t_range, weight, antithetic: see :func:`corrupt`.
+        complementary: also train on the complement of each mask, in the same batch (twice the noisy passes).
+        random_offset: shift the block grid by a random amount each step, so that any position can start a block.
+            Batches with ``response_start`` put the grid there instead.
+        phases: the training phases, if there are several; a phase called ``"ar"`` is plain next-token training.
+        skip_clean_only: at block length 1 leave out the noisy half, which has nothing to predict there.
+
+    Raises:
+        ConfigError: options that exclude each other.
+
+    Batches hold ``tokens`` int64 (B, L) and, where there is padding, packing or a prompt, ``document`` int64 (B, L) (−1
+    is padding), ``position``, ``loss_mask`` bool (B, L), ``response_start`` int64 (B,).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mask_token_id: int,
+        curriculum: BlockCurriculum,
+        *,
+        ar_weight: float = 0.5,
+        shift: bool = True,
+        clean_rule: CleanRule = "causal",
+        t_range: tuple[float, float] = (1e-3, 1.0),
+        weight: LossWeight = "1/t",
+        antithetic: bool = True,
+        complementary: bool = False,
+        random_offset: bool = True,
+        phases: Sequence[Phase] = (),
+        skip_clean_only: bool = True,
+    ) -> None:
+        checked_number("ar_weight", ar_weight, "a number, at least 0", lambda value: value >= 0.0)
+        if clean_rule == "block" and (ar_weight > 0 or shift):
+            raise ConfigError(
+                "clean_rule='block' shows clean tokens their successors, so next-token losses on the clean half would "
+                f"leak; got ar_weight={ar_weight}, shift={shift}: use clean_rule='causal', or ar_weight=0, shift=False"
+            )
+        if weight not in get_args(LossWeight):
+            raise ConfigError(f"weight={weight!r}; expected one of {', '.join(get_args(LossWeight))}")
+        low, high = t_range
+        if not 0.0 < low < high <= 1.0:
+            raise ConfigError(f"t_range={t_range}; expected 0 < low < high ≤ 1")
+        self.scorer = TokenScorer(model, checked_count("mask_token_id", mask_token_id, "a token id", 0))
+        self.curriculum, self.ar_weight, self.shift, self.clean_rule = curriculum, ar_weight, shift, clean_rule
+        self.t_range, self.weighting, self.antithetic = (low, high), weight, antithetic
+        self.complementary, self.random_offset, self.skip_clean_only = complementary, random_offset, skip_clean_only
+        self._phases = tuple(phases)
+
+    def phases(self) -> Sequence[Phase]:
+        return self._phases
+
+    def networks(self) -> Mapping[str, nn.Module]:
+        return {"model": self.scorer}
+
+    def weight(self, batch: Mapping[str, Tensor]) -> float:
+        """The number of predicted tokens."""
+        return float(predicted(batch, self._plain_grid(batch, 1)).sum())
+
+    def loss(self, turn: str, batch: Mapping[str, Tensor], *, step: int, keys: Keys) -> LossOutput:
+        block_length, offset = self._blocks(step, batch, keys)
+        grid = self._plain_grid(batch, block_length, offset)
+        wanted = predicted(batch, grid)
+        count = wanted.sum().clamp(min=1)
+        maskable = wanted & ~grid.first if self.shift else wanted
+        if block_length == 1 and self.shift and self.skip_clean_only:
+            clean = self._clean_only(batch["tokens"], grid, wanted)
+            return self._output(clean, torch.zeros_like(clean), grid.first, wanted, count, block_length)
+        packed = "document" in batch and "response_start" not in batch
+        blocks = grid.length if packed else min(grid.length // block_length + 2, grid.length)
+        views = corrupt(
+            keys,
+            maskable,
+            grid.first,
+            blocks,
+            t_range=self.t_range,
+            weight=self.weighting,
+            antithetic=self.antithetic,
+            complementary=self.complementary,
+        )
+        clean, noisy = self._one_pass(batch["tokens"], grid, wanted, views)
+        return self._output(clean, noisy, grid.first, wanted, count, block_length, views[0].masked)
+
+    def _blocks(self, step: int, batch: Mapping[str, Tensor], keys: Keys) -> tuple[int, int | Tensor]:
+        """This step's block length and offset: functions of (seed, step), alike on all processes."""
+        if self._phases and self._phases[0].name == "ar":
+            if step < self._phases[0].steps:
+                return 1, 0
+            step -= self._phases[0].steps
+        shared = Keys(keys.key[:1], torch.zeros_like(keys.key[:1]), keys.step)
+        mixing, where = shared.at(purpose="grid").uniform((2,))[0].tolist()
+        block_length = self.curriculum.block_length(step, mixing)
+        if "response_start" in batch:
+            return block_length, batch["response_start"]
+        return block_length, int(where * block_length) if self.random_offset else 0
+
+    def _plain_grid(self, batch: Mapping[str, Tensor], block_length: int, offset: int | Tensor = 0) -> BlockGrid:
+        tokens = batch["tokens"]
+        return BlockGrid.make(
+            tokens.shape[1],
+            block_length,
+            offset=offset,
+            document=batch.get("document"),
+            position=batch.get("position"),
+            device=tokens.device,
+        )
+
+    def _clean_only(self, tokens: Tensor, grid: BlockGrid, wanted: Tensor) -> Tensor:
+        rows, length = tokens.shape
+        index = wanted.flatten().nonzero().squeeze(1)
+        positions = grid.position.expand(rows, -1)
+        ce = self.net("model")(tokens, causal_mask(grid), positions, index - 1, tokens.flatten()[index])
+        return _scatter(ce, index, rows, length)
+
+    def _one_pass(
+        self, tokens: Tensor, grid: BlockGrid, wanted: Tensor, views: Sequence[Corruption]
+    ) -> tuple[Tensor, Tensor]:
+        """Clean and weighted noisy cross-entropies, float32 (B, L) each, 0 where nothing is predicted."""
+        rows, length = tokens.shape
+        copies = len(views)
+        masked = torch.cat([view.masked for view in views])
+        clean_text = tokens.repeat(copies, 1)
+        text = torch.cat([torch.where(masked, self.scorer.mask_token_id, clean_text), clean_text], dim=1)
+        places = torch.arange(copies * rows * length, device=tokens.device).view(copies * rows, length)
+        start = places // length * length  # rows of the text are twice as long as rows of tokens
+        at_noisy = (places + start - int(self.shift))[masked]
+        at_clean = (places + start + length - 1)[:rows][wanted]
+        has_clean = self.clean_rule == "causal"
+        index = torch.cat([at_noisy, at_clean]) if has_clean else at_noisy
+        targets = torch.cat([clean_text[masked], tokens[wanted]]) if has_clean else clean_text[masked]
+        grids = grid.repeat(copies)
+        mask = one_pass_mask(grids, clean_rule=self.clean_rule)
+        ce = self.net("model")(text, mask, grids.position_ids(copies * rows), index, targets)
+        weight = torch.cat([view.weight for view in views])[masked] / copies
+        noisy = _scatter(ce[: len(at_noisy)] * weight, places[masked], copies * rows, length)
+        noisy = noisy.view(copies, rows, length).sum(dim=0)
+        if not has_clean:
+            return torch.zeros_like(noisy), noisy
+        return _scatter(ce[len(at_noisy) :], places[:rows][wanted], rows, length), noisy
+
+    def _output(
+        self,
+        clean: Tensor,
+        noisy: Tensor,
+        first: Tensor,
+        wanted: Tensor,
+        count: Tensor,
+        block_length: int,
+        masked: Tensor | None = None,
+    ) -> LossOutput:
+        first = first if self.shift else torch.zeros_like(first)
+        bound = (torch.where(first & wanted, clean, 0.0) + noisy).sum() / count
+        rest = torch.where(first, 0.0, clean).sum() / count
+        logs: dict[str, Any] = {
+            "nelbo": bound.detach(),
+            "ar_nll": clean.detach().sum() / count,
+            "masked": 0.0 if masked is None else masked.sum() / count,
+            "block_length": float(block_length),
+        }
+        return LossOutput(bound + self.ar_weight * rest if self.ar_weight else bound, logs)
+
+
+def _scatter(values: Tensor, index: Tensor, rows: int, length: int) -> Tensor:
+    """``values`` (M,) at flat ``index``, zeros elsewhere, (rows, length)."""
+    return values.new_zeros(rows * length).index_put((index,), values).view(rows, length)
