@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -50,7 +51,7 @@ _TRANSFORMERS_BASES = (
 )
 _MODULE = re.compile(r"[A-Za-z][A-Za-z0-9_]*(\.[A-Za-z][A-Za-z0-9_]*)*")
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-_LOADED_FROM = frozenset({"_name_or_path", "_pre_quantization_dtype"})
+_LOADED_FROM = frozenset({"_name_or_path", "_pre_quantization_dtype", "is_local", "local_files_only"})
 #: Loaders shard above their limit; one file a component keeps the key and dtype rewriting below simple.
 _ONE_FILE = 2**62
 
@@ -217,7 +218,22 @@ def _write_component(component: Any, folder: Path) -> None:
         component.save_config(folder)
     else:  # transformers: networks take a shard size, tokenizers and processors do not
         options = {"max_shard_size": _ONE_FILE} if isinstance(component, nn.Module) else {}
-        component.save_pretrained(folder, **options)
+        with _without_bars():
+            component.save_pretrained(folder, **options)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """transformers draws a progress bar a component, also for one that takes a millisecond."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _forget_places(folder: Path) -> None:
@@ -291,7 +307,8 @@ def _load(cls: Any, folder: Path, dtype: torch.dtype | None, keep_buffers: bool)
     if issubclass(cls, ModelMixin):
         module, info = cls.from_pretrained(folder, torch_dtype=dtype, **options)
     else:
-        module, info = cls.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
+        with _without_bars():
+            module, info = cls.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **options)
     _check_keys(info, of=folder.name)
     if keep_buffers:
         _restore_buffers(module, folder)

@@ -221,7 +221,7 @@ def test_all_is_every_extra_that_installs_from_wheels_on_a_cpu() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     (everything,) = extras["all"]
     named = set(everything.partition("[")[2].rstrip("]").split(","))
-    assert named == set(extras) - {"all", "signatory", "xformers"}
+    assert named == set(extras) - {"all", "signatory", "xformers", "eval"}  # the harness asks for dozens of packages
 
 
 def test_versions_agree() -> None:

@@ -3,8 +3,8 @@ r"""Synthetic tasks whose answers can be checked, made on the fly: the test bed 
 ===================  ========================  ===============  ==============================================
 task                 prompt                    answer           problem
 ===================  ========================  ===============  ==============================================
-addition             ``A123+4567=``            ``4690``         operands of 3 to 5 digits
-addition_reversed    ``L123+4567=``            ``0964``         the same, least significant digit first
+addition             ``A4123+1567=``           ``5690``         operands of equally many digits, 3 to 5
+addition_reversed    ``L3214+7651=``           ``0965``         the same, all numbers least significant digit first
 sort                 ``S31415926=``            ``11234569``     8 digits in ascending order
 copy                 ``Cgenkit=``              ``genkit``       4 to 8 lower-case letters
 reverse              ``Rgenkit=``              ``tikneg``       the same, backwards
@@ -54,22 +54,18 @@ _BYTE_TO_ID[[ord(c) for c in ALPHABET]] = np.arange(len(SPECIAL), len(SPECIAL) +
 _BYTE_TO_ID[EOS] = EOS  # a row is assembled as bytes, in which the special tokens are their own ids
 
 
-def _operand(x: int) -> tuple[int, int]:
-    """A number of 3 to 5 digits (the digits' count is uniform), and the rest of x."""
-    x, more = divmod(x, 3)
-    x, value = divmod(x, 900 * 10**more)
-    return x, value + 100 * 10**more
-
-
 def _addition(x: int) -> tuple[str, str]:
-    x, a = _operand(x)
-    x, b = _operand(x)
-    return f"{a}+{b}", str(a + b)
+    """Two numbers of equally many digits, 3 to 5 (the count is uniform)."""
+    x, more = divmod(x, 3)
+    least = 100 * 10**more
+    x, a = divmod(x, 9 * least)
+    x, b = divmod(x, 9 * least)
+    return f"{a + least}+{b + least}", str(a + b + 2 * least)
 
 
 def _addition_reversed(x: int) -> tuple[str, str]:
     content, answer = _addition(x)
-    return content, answer[::-1]
+    return "+".join(number[::-1] for number in content.split("+")), answer[::-1]
 
 
 def _sort(x: int) -> tuple[str, str]:
@@ -131,7 +127,8 @@ def problem_split(prompt: str) -> str:
     """
     content = prompt[1:-1]
     if "+" in content:
-        content = "+".join(sorted(content.split("+")))
+        step = -1 if prompt[0] == "L" else 1
+        content = "+".join(sorted(number[::step] for number in content.split("+")))
     elif prompt[0] == "S":
         content = "".join(sorted(content))
     return "test" if _hash(content, b"genkit split", 1) < _TEST_BYTES else "train"
@@ -268,8 +265,8 @@ _BRACKETS = re.compile(r"B([()\[\]{}]+)=")
 def _solve(prompt: str) -> str:
     """The answer of a prompt."""
     if match := _SUM.fullmatch(prompt):
-        total = str(int(match[1]) + int(match[2]))
-        return total if prompt[0] == "A" else "".join(reversed(total))
+        step = 1 if prompt[0] == "A" else -1
+        return str(int(match[1][::step]) + int(match[2][::step]))[::step]
     if match := _DIGITS.fullmatch(prompt):
         return "".join(digit * match[1].count(digit) for digit in "0123456789")
     if match := _WORD.fullmatch(prompt):

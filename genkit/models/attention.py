@@ -32,6 +32,7 @@ __all__ = [
     "Predicate",
     "additive",
     "check_attention",
+    "default_backend",
     "mask_for",
     "register_xformers",
 ]
@@ -90,14 +91,30 @@ class AttentionMask:
 
     def flex(self) -> Any:
         """FlexAttention's ``BlockMask`` (128 x 128 blocks, empty ones are skipped)."""
+        return self._flex
+
+    @cached_property
+    def _flex(self) -> Any:
+        # compiled on CUDA: the uncompiled way first makes the whole mask
         from torch.nn.attention.flex_attention import create_block_mask
 
-        return create_block_mask(self.predicate, self.batch, None, self.queries, self.keys, device=str(self.device))
+        on_cuda = torch.device(self.device).type == "cuda"
+        return create_block_mask(
+            self.predicate, self.batch, None, self.queries, self.keys, device=str(self.device), _compile=on_cuda
+        )
 
 
 def additive(dense: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where a bool mask is True, the smallest finite ``dtype`` elsewhere (−∞ gives NaN in some kernels)."""
     return torch.zeros(dense.shape, dtype=dtype, device=dense.device).masked_fill_(~dense, torch.finfo(dtype).min)
+
+
+def default_backend(architecture: str, device: torch.device | str) -> str:
+    """The ``attn_implementation`` for training with these masks: FlexAttention on CUDA, which skips empty blocks, else
+    SDPA (GPT-2 of transformers has no FlexAttention).
+    """
+    on_cuda = torch.device(device).type == "cuda"
+    return "flex_attention" if on_cuda and architecture != "gpt2" else "sdpa"
 
 
 def mask_for(model: nn.Module, mask: AttentionMask) -> Any:
@@ -153,6 +170,8 @@ def check_attention(model: nn.Module) -> None:
     Raises:
         ConfigError: the model ignores or misreads the mask, or has sliding-window layers.
     """
+    if not hasattr(_config(model), "vocab_size"):
+        raise ConfigError(f"{type(model).__name__} is no language model of transformers: it has no config.vocab_size")
     backend = str(getattr(_config(model), "_attn_implementation", None))
     if _CHECKED.get(model) == backend:
         return
@@ -165,7 +184,7 @@ def check_attention(model: nn.Module) -> None:
     tokens, device = torch.arange(4).unsqueeze(0), next(model.parameters()).device
     tokens = tokens.remainder(_config(model).vocab_size).to(device)
     ones = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=device)
-    was_training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         plain = model(tokens, use_cache=False).logits.float()
@@ -174,7 +193,8 @@ def check_attention(model: nn.Module) -> None:
             for dense in (ones.tril(), ones)
         )
     finally:
-        model.train(was_training)
+        for module, mode in modes:
+            module.training = mode
     scale = float(plain.abs().amax()) + 1e-6
     if float((plain - causal).abs().amax()) > 0.02 * scale:
         raise ConfigError(
@@ -208,7 +228,7 @@ def register_xformers() -> str:
         MissingExtraError: xformers is not installed.
     """
     try:
-        import xformers.ops
+        import xformers.ops  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("xformers is not installed: install genkit-diffusion[xformers] (CUDA only)") from error
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -238,7 +258,8 @@ def _xformers_attention(
     if attention_mask is None:
         bias = xformers.ops.LowerTriangularMask() if q.shape[1] > 1 else None
     else:
-        if attention_mask.dtype == torch.bool:
-            attention_mask = _aligned(attention_mask, query.dtype)
-        bias = attention_mask.to(query.dtype).expand(len(query), query.shape[1], -1, -1)
+        if attention_mask.dtype != query.dtype:  # bool, or made for float32 weights that autocast runs in bfloat16
+            dense = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+            attention_mask = _aligned(dense, query.dtype)
+        bias = attention_mask.expand(len(query), query.shape[1], -1, -1)
     return xformers.ops.memory_efficient_attention(q, k, v, attn_bias=bias, p=dropout, scale=scaling), None

@@ -55,13 +55,15 @@ class KeyValueCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     Attributes:
         length: committed slots, left padding included.
-        valid: bool (B, length), False for padding.
+        valid: bool (B, prompt), False where a prompt is padded; what comes behind the prompts is not.
+        padded: whether any prompt is.
     """
 
     def __init__(self, valid: Tensor) -> None:
         super().__init__(layers=[])
         self.length = 0
-        self.valid = valid
+        self.valid, self.padded = valid, not bool(valid.all())
+        self.padding = (~valid).sum(dim=1, keepdim=True)
         self.inputs: dict[str, tuple[Any, Tensor]] = {}  # mask and positions of the passes over the present block
         self._buffers: list[Tensor] = []
 
@@ -85,10 +87,28 @@ class KeyValueCache(Cache):  # type: ignore[misc]  # transformers is untyped
         """The cache with the ``count`` slots that the last pass wrote counted in."""
         result: KeyValueCache = copy.copy(self)
         result.length, result.inputs, result._buffers = self.length + count, {}, list(self._buffers)
-        missing = result.length - self.valid.shape[1]
-        if missing > 0:
-            result.valid = torch.cat([self.valid, self.valid.new_ones(len(self.valid), missing)], dim=1)
         return result
+
+    def positions(self, count: int) -> Tensor:
+        """Position ids of the next ``count`` tokens, int64 (B or 1, count); padding does not count."""
+        slots = torch.arange(self.length, self.length + count, device=self.valid.device).unsqueeze(0)
+        return slots - self.padding if self.padded else slots
+
+    def visible(self, count: int, causal: bool) -> Tensor:
+        """What the next ``count`` tokens see: the context and themselves, bool (B or 1, 1, count, length + count)."""
+        keys = self.length + count
+        if self.padded:
+            behind = self.valid.new_ones(len(self.valid), keys - self.valid.shape[1])
+            dense = torch.cat([self.valid, behind], dim=1)[:, None, None].repeat(1, 1, count, 1)
+        else:
+            dense = self.valid.new_ones(1, 1, count, keys)
+        if causal and count > 1:
+            dense[..., self.length :] = dense.new_ones(count, count).tril_()
+        return dense
+
+    def filled(self, count: int) -> bool:
+        """Whether some layer has written ``count`` slots behind the committed ones."""
+        return any(buffer.shape[3] >= self.length + count for buffer in self._buffers)
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Committed keys and values of one layer, (B, H, length, D) each."""
@@ -116,20 +136,21 @@ class _Adapter:
         check_attention(model)
         self.model, self.rule, self.shift, self.block_length = model, rule, shift, block_length
         self.max_length = getattr(model.config, "max_position_embeddings", None)
-        self._cache_argument = _cache_argument(model)
+        self.vocab_size: int | None = getattr(model.config, "vocab_size", None)
 
-    def _call(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, cache: Any = None) -> Tensor:
-        options = {} if cache is None else {self._cache_argument: cache}
+    def _call(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, **cache: KeyValueCache) -> Tensor:
         output = self.model(
-            tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=cache is not None,
-            logits_to_keep=keep,
-            **options,
+            tokens, attention_mask=mask, position_ids=positions, use_cache=bool(cache), logits_to_keep=keep, **cache
         )
         logits: Tensor = output.logits
-        return logits
+        return logits[:, -keep:]  # all of them for keep = 0; some networks return more than they are asked for
+
+    def _check_block(self, tokens: Tensor) -> None:
+        if self.rule == "block" and tokens.shape[1] != self.block_length:
+            raise ConfigError(
+                f"a block of {tokens.shape[1]} tokens is committed, but with rule='block' the grid has block_length="
+                f"{self.block_length}; decode with the block length that the model was given"
+            )
 
     def _among_context(self, length: int, device: torch.device) -> Tensor:
         """Bool (length, length): a context of ``length`` tokens under this rule."""
@@ -140,8 +161,13 @@ class _Adapter:
 
 
 def _cache_argument(model: nn.Module) -> str:
-    """``cache`` since transformers 5.2x, ``past_key_values`` before."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """``cache`` since transformers 5.2x, ``past_key_values`` before; of the network inside, where one is wrapped."""
+    for module in model.modules():
+        names = inspect.signature(module.forward).parameters
+        for name in ("cache", "past_key_values"):
+            if name in names:
+                return name
+    raise ConfigError(f"{type(model).__name__} takes no cache; use UncachedCausalLM")
 
 
 def _with_padding(dense: Tensor, valid: Tensor) -> Tensor:
@@ -157,7 +183,7 @@ def _position_ids(valid: Tensor) -> Tensor:
 
 
 class CachedCausalLM(_Adapter):
-    """A transformers model with an exact key-value cache.
+    """A transformers model with an exact key-value cache; its passes keep no gradients.
 
     Args:
         model: a causal language model that reads 4-D attention masks (checked, see
@@ -178,36 +204,42 @@ class CachedCausalLM(_Adapter):
                 "rule='full' lets committed tokens see later ones, so no cache is exact; use UncachedCausalLM"
             )
         super().__init__(model, rule, shift, block_length)
+        self._cache_argument = _cache_argument(model)
 
+    @torch.no_grad()
     def prefill(self, tokens: Tensor, valid: Tensor) -> tuple[Tensor, KeyValueCache]:
         """See :meth:`CachedModel.prefill`."""
         cache = KeyValueCache(valid)
         dense = _with_padding(self._among_context(tokens.shape[1], tokens.device), valid)
         mask = mask_for(self.model, AttentionMask.of(dense))
-        logits = self._call(tokens, mask, _position_ids(valid), 1, cache)
+        logits = self._call(tokens, mask, _position_ids(valid), 1, **{self._cache_argument: cache})
+        if not cache.filled(tokens.shape[1]):
+            raise ConfigError(
+                f"{type(self.model).__name__} stored no keys (gradient checkpointing does that in training mode); call "
+                "model.eval() first"
+            )
         return logits[:, -1], cache.committed(tokens.shape[1])
 
+    @torch.no_grad()
     def denoise(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
         """See :meth:`CachedModel.denoise`."""
         mask, positions = self._inputs("block", tokens.shape[1], cache)
-        return self._call(tokens, mask, positions, 0, cache)
+        return self._call(tokens, mask, positions, 0, **{self._cache_argument: cache})
 
+    @torch.no_grad()
     def commit(self, tokens: Tensor, cache: KeyValueCache) -> tuple[Tensor, KeyValueCache]:
         """See :meth:`CachedModel.commit`."""
+        self._check_block(tokens)
         mask, positions = self._inputs(self.rule, tokens.shape[1], cache)
-        logits = self._call(tokens, mask, positions, 1, cache)
+        logits = self._call(tokens, mask, positions, 1, **{self._cache_argument: cache})
         return logits[:, -1], cache.committed(tokens.shape[1])
 
     def _inputs(self, rule: str, count: int, cache: KeyValueCache) -> tuple[Any, Tensor]:
         """Mask and positions of ``count`` tokens behind the context; made once a block."""
         key = f"{rule} {count}"
         if key not in cache.inputs:
-            new = cache.valid.new_ones(len(cache.valid), count)
-            valid = torch.cat([cache.valid, new], dim=1)
-            block = new.new_ones(count, count)
-            dense = torch.cat([new.new_ones(count, cache.length), block.tril() if rule == "causal" else block], dim=1)
-            mask = mask_for(self.model, AttentionMask.of(_with_padding(dense, valid)))
-            cache.inputs[key] = (mask, _position_ids(valid)[:, cache.length :])
+            mask = mask_for(self.model, AttentionMask.of(cache.visible(count, rule == "causal")))
+            cache.inputs[key] = (mask, cache.positions(count))
         return cache.inputs[key]
 
 
@@ -246,6 +278,7 @@ class UncachedCausalLM(_Adapter):
 
     def commit(self, tokens: Tensor, cache: TokenContext) -> tuple[Tensor, TokenContext]:
         """See :meth:`CachedModel.commit`."""
+        self._check_block(tokens)
         text = self._append(tokens, cache)
         return self._forward(text.tokens, text.valid, 0, 1)[:, -1], text
 

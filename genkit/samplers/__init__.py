@@ -5,6 +5,8 @@ from genkit._lazy import lazy_exports
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "DecodeOutput": ".blockwise",
+        "DecodeStep": ".blockwise",
         "DecodingStrategy": ".strategies",
         "EntropyBound": ".strategies",
         "FixedSteps": ".strategies",
@@ -16,6 +18,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "Sequential": ".strategies",
         "Solver": ".solvers",
         "Threshold": ".strategies",
+        "decode_blocks": ".blockwise",
         "draw_keys": ".noise",
         "make_strategy": ".strategies",
         "rollout": ".walk",

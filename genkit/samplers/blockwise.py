@@ -1,8 +1,9 @@
 """The walk block by block: a language model writes a block of tokens in parallel, stores it, and goes on.
 
 With a context-causal model (:class:`genkit.models.causal_lm.CachedCausalLM`) a block costs its denoising passes and one
-commit, which also yields the next block's first token; so there are never more network calls than tokens, and block
-length 1 is ordinary autoregressive decoding, token by token.
+commit, which also yields the next block's first token. A full block never takes more network calls than it has tokens
+(``random``, which may be asked for more steps, excepted); a text that ends inside a block may, since the block is paid
+for. Block length 1 is ordinary autoregressive decoding, token by token.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from genkit._checks import checked_count
+from genkit._checks import checked_count, got
 from genkit.errors import ConfigError, GenkitError
 from genkit.samplers.noise import Keys, draw_keys
 from genkit.samplers.strategies import DecodingStrategy, make_strategy
@@ -98,25 +99,44 @@ def decode_blocks(
         eos_token_id: token (or tokens) that end a row, as soon as everything before it is known.
         pad_token_id: what follows a row's end; by default the first ``eos_token_id``, or 0.
         callback: called with a :class:`DecodeStep` after every network call; it may return ``{"block": tokens}`` to
-            replace the block.
+            replace the block: masks put back are filled again, as long as they lie in the present sub-block or behind.
 
     Raises:
         ConfigError: an impossible argument: an empty prompt, masks in it, a text longer than the model reads.
-        GenkitError: the network's logits are NaN or infinite.
+        GenkitError: the network's logits are NaN or infinite, or a strategy leaves masks behind.
 
     Differs from NBDiff's released code in: rows are kept apart (a finished row is never written to), short last blocks,
     per-row ends, no commit behind the last block; see the method's README.
     """
     model = _as_cached(model)
     tokens, valid = _left_padded(tokens, valid)
-    eos = _ids(eos_token_id)
-    pad = pad_token_id if pad_token_id is not None else (eos[0] if eos else 0)
+    special = _Special.checked(mask_token_id, eos_token_id, pad_token_id, getattr(model, "vocab_size", None))
     sizes = _Sizes.checked(block_length, max_new_tokens, sub_block_length)
-    _check_prompts(tokens, valid, mask_token_id, model.max_length, sizes.max_new_tokens)
+    _check_prompts(tokens, valid, special, model.max_length, sizes.max_new_tokens)
     strategy = make_strategy(strategy)
-    keys = generator if isinstance(generator, Keys) else draw_keys(generator, len(tokens), tokens.device)
-    walk = _Walk(model, strategy, keys, mask_token_id, pad, eos, sizes, callback)
+    walk = _Walk(model, strategy, _keys(generator, tokens), special, sizes, callback)
     return walk.run(tokens, valid)
+
+
+@dataclass(frozen=True)
+class _Special:
+    """Tokens with a meaning, and how many there are in all (where the model says it)."""
+
+    mask: int
+    eos: list[int]
+    pad: int
+    vocabulary: int | None
+
+    @classmethod
+    def checked(cls, mask: Any, eos: Any, pad: Any, vocabulary: int | None) -> _Special:
+        eos = eos.flatten().tolist() if isinstance(eos, Tensor) else eos
+        several = eos if isinstance(eos, list | tuple | set) else [] if eos is None else [eos]
+        ends = [_token("eos_token_id", end, vocabulary) for end in several]
+        mask = _token("mask_token_id", mask, vocabulary)
+        if mask in ends:
+            raise ConfigError(f"mask_token_id={mask} is an end token too, and is never written; choose another token")
+        pad = _token("pad_token_id", pad, vocabulary) if pad is not None else (ends[0] if ends else 0)
+        return cls(mask, ends, pad, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -149,18 +169,18 @@ class _Walk:
         model: CachedModel,
         strategy: DecodingStrategy,
         keys: Keys,
-        mask: int,
-        pad: int,
-        eos: list[int],
+        special: _Special,
         sizes: _Sizes,
         callback: Callable[[DecodeStep], Mapping[str, Tensor] | None] | None,
     ) -> None:
         self.model, self.strategy, self.keys = model, strategy, keys
-        self.mask, self.pad, self.eos, self.sizes, self.callback = mask, pad, eos, sizes, callback
+        self.mask, self.pad, self.eos, self.vocabulary = special.mask, special.pad, special.eos, special.vocabulary
+        self.sizes, self.callback = sizes, callback
         self.calls = torch.zeros(len(keys), dtype=torch.int64, device=keys.key.device)
-        self.done = torch.zeros(len(keys), dtype=torch.bool, device=keys.key.device)
+        self.ended = torch.zeros(len(keys), dtype=torch.bool, device=keys.key.device)  # before the present block
+        self.done = self.ended
         self.finite = torch.ones((), dtype=torch.bool, device=keys.key.device)
-        self.passes = 0
+        self.passes, self.replaced = 0, False
 
     def run(self, tokens: Tensor, valid: Tensor) -> DecodeOutput:
         total, written = self.sizes.max_new_tokens, 0
@@ -183,14 +203,15 @@ class _Walk:
         going, finite = torch.stack([rows.any(), self.finite]).tolist()
         if not finite:
             raise GenkitError(
-                f"network call {self.passes - 1} gave logits that are NaN or infinite; check the weights (a half-precision "
-                "overflow?) and the inputs"
+                f"network call {self.passes - 1} gave logits that are NaN or infinite; check the weights (overflow in "
+                "half precision?) and the inputs"
             )
         return bool(going)
 
     def _next_block(self, kind: Literal["prefill", "commit"], logits: Tensor, start: int) -> Tensor:
         """The next block: masks behind the first token, which the causal pass has predicted."""
         self.calls += ~self.done
+        self.ended = self.done
         size = min(self.sizes.block_length, self.sizes.max_new_tokens - start)
         block = torch.full((len(logits), size), self.mask, dtype=torch.int64, device=logits.device)
         if self.model.shift:
@@ -198,7 +219,7 @@ class _Walk:
             block[:, 0] = self.strategy.sample(logits, self.keys.at(step=self.calls, purpose="tokens"))
         block = torch.where(self.done.unsqueeze(1), self.pad, block)
         self._mark_ends(block)
-        return self._report(kind, start, block)
+        return self._report(kind, start, block, int(self.model.shift))
 
     def _denoise(self, block: Tensor, cache: Any, start: int) -> Tensor:
         """Refines the block until no row that goes on has masks in it."""
@@ -209,12 +230,21 @@ class _Walk:
                 going = masked.any(dim=1)
                 if not self._goes_on(going):
                     break
+                self._check_progress(step, end - begin)
                 logits = self._without_mask(self.model.denoise(block, cache)[:, begin - shift : end - shift])
                 self.calls += going
                 block = self._reveal(block, begin, end, logits, masked, step)
                 self._mark_ends(block)
-                block = self._report("denoise", start, block)
+                block = self._report("denoise", start, block, begin)
         return block if not self.eos else torch.where(block == self.mask, self.pad, block)
+
+    def _check_progress(self, step: int, size: int) -> None:
+        """Refuses a strategy that does not finish; a callback may put masks back as often as it likes."""
+        if not self.replaced and step >= max(size, getattr(self.strategy, "steps", None) or 0):
+            raise GenkitError(
+                f"{self.strategy} left masks after {step} passes over {size} positions; every pass must reveal at "
+                "least one masked position of each row"
+            )
 
     def _reveal(self, block: Tensor, begin: int, end: int, logits: Tensor, masked: Tensor, step: int) -> Tensor:
         keys = self.keys.at(step=self.calls, purpose="tokens")
@@ -225,17 +255,18 @@ class _Walk:
         return block
 
     def _without_mask(self, logits: Tensor) -> Tensor:
-        """The mask token has probability exactly 0; and what is not finite is remembered."""
-        self.finite = self.finite & torch.isfinite(logits.amax())
+        """The mask token has probability exactly 0; and what is not finite is noted and kept from the strategy."""
         logits[..., self.mask] = -torch.inf
-        return logits
+        finite = logits.amax(dim=-1).isfinite()
+        self.finite = self.finite & (finite.reshape(len(logits), -1).all(dim=1) | self.done).all()
+        return logits.masked_fill_(~finite.unsqueeze(-1), 0.0)
 
     def _mark_ends(self, block: Tensor) -> None:
         """A row has ended when an end token stands in it with everything before it known."""
         if not self.eos:
             return
         known = (block != self.mask).cumprod(dim=1).bool()
-        self.done = self.done | (self._is_end(block) & known).any(dim=1)
+        self.done = self.ended | (self._is_end(block) & known).any(dim=1)
 
     def _is_end(self, block: Tensor) -> Tensor:
         ends = block == self.eos[0]
@@ -243,19 +274,26 @@ class _Walk:
             ends = ends | (block == token)
         return ends
 
-    def _report(self, kind: Literal["prefill", "denoise", "commit"], start: int, block: Tensor) -> Tensor:
+    def _report(
+        self, kind: Literal["prefill", "denoise", "commit"], start: int, block: Tensor, fillable: int
+    ) -> Tensor:
+        """Calls the callback; masks before position ``fillable`` would never be filled."""
         self.passes += 1
         if self.callback is None:
             return block
-        changed = self.callback(DecodeStep(kind, self.passes - 1, start, block, self.done)) or {}
-        if set(changed) - {"block"}:
-            raise ConfigError(f"the callback returned {sorted(changed)}; it may replace 'block' only")
-        replaced = changed.get("block", block)
-        if replaced.shape != block.shape or replaced.dtype != block.dtype:
+        self._goes_on(self.done)  # nothing is shown of logits that are not finite
+        given = block
+        block = _replaced(self.callback(DecodeStep(kind, self.passes - 1, start, given, self.done)), given)
+        self.replaced = self.replaced or block is not given
+        if bool(((block < 0) | (block >= (self.vocabulary or torch.iinfo(block.dtype).max))).any()):
+            raise ConfigError(f"the callback's block holds tokens outside the vocabulary of {self.vocabulary}")
+        self._mark_ends(block)
+        if bool(((block[:, :fillable] == self.mask) & ~self.done.unsqueeze(1)).any()):
             raise ConfigError(
-                f"the callback returned a block of {tuple(replaced.shape)}; expected {tuple(block.shape)}"
+                f"the callback put the mask token {self.mask} before position {fillable} of the block, where no later "
+                "pass fills it"
             )
-        return replaced
+        return block
 
     def _output(self, out: Tensor) -> DecodeOutput:
         """Padding behind each row's first end token, and the counts."""
@@ -277,42 +315,84 @@ class _Walk:
 
 
 def _as_cached(model: CachedModel | torch.nn.Module) -> CachedModel:
+    if all(hasattr(model, name) for name in ("prefill", "denoise", "commit")):
+        return model  # type: ignore[return-value]
     if not isinstance(model, torch.nn.Module):
-        return model
+        raise ConfigError(
+            f"model has {got(model)}; expected a causal language model of transformers, or prefill, denoise and commit"
+        )
     from genkit.models.causal_lm import CachedCausalLM
 
     return CachedCausalLM(model)
 
 
-def _ids(eos_token_id: int | Sequence[int] | None) -> list[int]:
-    if eos_token_id is None:
-        return []
-    return [eos_token_id] if isinstance(eos_token_id, int) else [int(token) for token in eos_token_id]
+def _token(name: str, value: Any, vocabulary: int | None) -> int:
+    token = checked_count(name, value, "a token, an integer from 0", 0)
+    if vocabulary is not None and token >= vocabulary:
+        raise ConfigError(f"{name}={token}; expected one of the model's {vocabulary} tokens")
+    return token
+
+
+def _keys(generator: Any, tokens: Tensor) -> Keys:
+    if not isinstance(generator, Keys):
+        return draw_keys(generator, len(tokens), tokens.device)
+    if len(generator) != len(tokens):
+        raise ConfigError(f"generator holds {len(generator)} keys, but there are {len(tokens)} prompts")
+    return generator.to(tokens.device)
+
+
+def _replaced(changed: Any, block: Tensor) -> Tensor:
+    """The block after a callback that returned ``changed``."""
+    changed = {} if changed is None else changed
+    if not isinstance(changed, Mapping) or set(changed) - {"block"}:
+        what = sorted(map(str, changed)) if isinstance(changed, Mapping) else got(changed)
+        raise ConfigError(f"the callback returned {what}; expected None or {{'block': tokens}}")
+    new = changed.get("block", block)
+    if not isinstance(new, Tensor) or (new.shape, new.dtype, new.device) != (block.shape, block.dtype, block.device):
+        raise ConfigError(
+            f"the callback returned a block with {got(new)} ({getattr(new, 'dtype', None)}, "
+            f"{getattr(new, 'device', None)}); expected shape {tuple(block.shape)} ({block.dtype}, {block.device})"
+        )
+    return new
 
 
 def _left_padded(tokens: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     """The prompts with their padding on the left, and no column of padding alone."""
-    if tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool:
-        raise ConfigError(f"tokens has shape {tuple(tokens.shape)} and dtype {tokens.dtype}; expected int64 (B, L)")
+    if not _whole(tokens) or tokens.dtype == torch.bool or tokens.ndim != 2:
+        kind = getattr(tokens, "dtype", None)
+        raise ConfigError(f"tokens has {got(tokens)} and dtype {kind}; expected int64 (B, L)")
+    tokens = tokens.to(torch.int64)
     if valid is None:
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
-    if valid.shape != tokens.shape:
-        raise ConfigError(f"valid has shape {tuple(valid.shape)}; expected that of tokens, {tuple(tokens.shape)}")
-    valid = valid.to(torch.bool)
+    if not _whole(valid) or valid.shape != tokens.shape:
+        kind = getattr(valid, "dtype", None)
+        raise ConfigError(f"valid has {got(valid)} and dtype {kind}; expected bool {tuple(tokens.shape)}, as tokens")
+    valid = valid.to(tokens.device, torch.bool)
+    tokens = tokens.masked_fill(~valid, 0)  # padding is often a number outside the vocabulary, such as −100
     order = valid.long().argsort(dim=1, stable=True)  # padding first; the tokens keep their order
     tokens, valid = tokens.gather(1, order), valid.gather(1, order)
     used = int(valid.sum(dim=1).max()) if valid.numel() else 0
     return tokens[:, tokens.shape[1] - used :], valid[:, valid.shape[1] - used :]
 
 
-def _check_prompts(tokens: Tensor, valid: Tensor, mask: int, longest: int | None, new: int) -> None:
+def _whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+
+
+def _check_prompts(tokens: Tensor, valid: Tensor, special: _Special, longest: int | None, new: int) -> None:
     empty = (~valid.any(dim=1)).nonzero().flatten().tolist() if tokens.shape[1] else list(range(len(tokens)))
     if empty:
         raise ConfigError(f"rows {empty} of tokens hold no prompt; start them with at least one token, such as BOS")
-    if bool(((tokens == mask) & valid).any()):
-        raise ConfigError(f"the prompts hold the mask token {mask}; a prompt is text that is known")
+    if bool(((tokens == special.mask) & valid).any()):
+        raise ConfigError(f"the prompts hold the mask token {special.mask}; a prompt is text that is known")
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.numel() else (0, 0)
+    if low < 0 or (special.vocabulary is not None and high >= special.vocabulary):
+        raise ConfigError(
+            f"the prompts hold tokens from {low} to {high}; expected the model's {special.vocabulary or ''} tokens, "
+            "from 0"
+        )
     if longest is not None and tokens.shape[1] + new > longest:
         raise ConfigError(
-            f"a prompt of {tokens.shape[1]} tokens and {new} new ones make {tokens.shape[1] + new}, but the model reads "
-            f"{longest}; shorten the prompt or ask for fewer new tokens"
+            f"a prompt of {tokens.shape[1]} tokens and {new} new ones make {tokens.shape[1] + new}, but the model "
+            f"reads {longest}; shorten the prompt or ask for fewer new tokens"
         )

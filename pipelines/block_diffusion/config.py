@@ -142,7 +142,10 @@ class PretrainedModel(ConfigPart):
     name: Literal["pretrained"]
     source: str
     mask_token: str | int | None = Field(None, description="null: the tokenizer's own, or an unused special token")
-    attention: str = Field("sdpa", description="sdpa, eager, flex_attention (CUDA), genkit_xformers (CUDA)")
+    attention: str = Field(
+        "auto",
+        description="auto (flex_attention on CUDA, else sdpa), sdpa, eager, flex_attention, genkit_xformers (CUDA)",
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
     lora: LoraPart | None = None
@@ -215,13 +218,20 @@ class Config(TrainerConfig):
             )
         if self.pretraining.steps > self.max_steps:
             raise ConfigError(f"pretraining.steps={self.pretraining.steps} is more than max_steps={self.max_steps}")
+        sizes = self.diffusion.curriculum.sizes if self.diffusion.curriculum else None
+        if sizes and sizes[-1] != self.diffusion.block_length:
+            raise ConfigError(
+                f"diffusion.curriculum.sizes={sizes} end at {sizes[-1]}, but diffusion.block_length is "
+                f"{self.diffusion.block_length}; end them there"
+            )
         return self
 
 
 def build_model(config: Config) -> tuple[Any, Any, int]:
-    """Model, tokenizer and mask token id: fresh weights of ``config.seed``, pretrained ones, or those of ``init_from``."""
+    """Model, tokenizer and mask token id: weights drawn by ``config.seed``, pretrained, or those of ``init_from``."""
     if isinstance(config.model, PretrainedModel):
-        model, tokenizer, mask = _pretrained(config.model)
+        use_cuda = config.device != "cpu" and torch.cuda.is_available()
+        model, tokenizer, mask = _pretrained(config.model, use_cuda)
     else:
         model, tokenizer, mask = _small(config)
     if config.init_from is not None:
@@ -256,17 +266,22 @@ def _small(config: Config) -> tuple[Any, Any, int]:
     return model, tokenizer, int(tokenizer.mask_token_id)
 
 
-def _pretrained(part: PretrainedModel) -> tuple[Any, Any, int]:
-    from genkit.models.attention import XFORMERS, register_xformers
+def _pretrained(part: PretrainedModel, use_cuda: bool) -> tuple[Any, Any, int]:
+    from genkit.models.attention import XFORMERS, default_backend, register_xformers
     from genkit.models.pretrained import load_causal_lm
 
     if part.attention == XFORMERS:
         register_xformers()
-    dtype = getattr(torch, part.dtype)
-    model, tokenizer = load_causal_lm(part.source, dtype=dtype, attn_implementation=part.attention)
+    dtype, chosen = getattr(torch, part.dtype), "sdpa" if part.attention == "auto" else part.attention
+    model, tokenizer = load_causal_lm(part.source, dtype=dtype, attn_implementation=chosen)
+    if part.attention == "auto":
+        device = "cuda" if use_cuda else "cpu"
+        model.set_attn_implementation(default_backend(model.config.model_type, device))
     mask = choose_mask_token(model, tokenizer, part.mask_token)
     if part.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        renamed = hasattr(model, "activation_checkpointing_enable")  # transformers 5.2x
+        enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     if part.lora is not None:
         model = add_lora(model, part.lora)
     return model, tokenizer, mask
@@ -298,7 +313,9 @@ def _start_from(model: Any, source: str) -> None:
     model.load_state_dict(state)
 
 
-def build_objective(config: Config, model: Any, mask_token_id: int) -> BlockDiffusionObjective:
+def build_objective(
+    config: Config, model: Any, mask_token_id: int, fill_token_id: int | None = None
+) -> BlockDiffusionObjective:
     """The objective over all phases of the configuration."""
     part, first = config.diffusion, config.pretraining.steps
     steps = max(config.max_steps - first, 1)
@@ -324,6 +341,7 @@ def build_objective(config: Config, model: Any, mask_token_id: int) -> BlockDiff
         antithetic=part.antithetic,
         complementary=part.complementary,
         random_offset=part.random_offset,
+        fill_token_id=fill_token_id,
         phases=phases,
     )
 
@@ -331,17 +349,18 @@ def build_objective(config: Config, model: Any, mask_token_id: int) -> BlockDiff
 def held_out_rows(config: Config, tokenizer: Any, count: int) -> dict[str, Tensor]:
     """``count`` rows of the test split, evenly taken, as one batch."""
     data = config.data.load(tokenizer, "test")
-    count = min(count, len(data))
-    rows = data[torch.linspace(0, len(data) - 1, count).long()]
-    return {name: value for name, value in rows.items() if name != "response_start"} | (
-        {"response_start": rows["response_start"]} if "response_start" in rows else {}
-    )
+    return data[torch.linspace(0, len(data) - 1, min(count, len(data))).long()]
 
 
 def build(config: Config) -> Recipe:
     """The objective, its data, and how the result becomes a pipeline folder."""
     model, tokenizer, mask = build_model(config)
     data = config.data.load(tokenizer, "train")
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and data.length > longest:
+        raise ConfigError(
+            f"rows of data.name={config.data.name!r} have {data.length} tokens, the model reads {longest}"
+        )
     part = config.diffusion
 
     def save_pipeline(folder: Path, networks: Mapping[str, nn.Module]) -> None:
@@ -355,7 +374,7 @@ def build(config: Config) -> Recipe:
         )
         pipe.save_pretrained(folder, card=_card(config))
 
-    return Recipe(build_objective(config, model, mask), data, save_pipeline)
+    return Recipe(build_objective(config, model, mask, tokenizer.eos_token_id), data, save_pipeline)
 
 
 def _card(config: Config) -> dict[str, Any]:
@@ -365,6 +384,9 @@ def _card(config: Config) -> dict[str, Any]:
         value = settings["data"].get(key)
         if value:
             settings["data"][key] = Path(value).name if key == "path" else [Path(v).name for v in value]
+    source = settings["model"].get("source")
+    if source and Path(source).expanduser().is_dir():
+        settings["model"]["source"] = Path(source).name
     if settings.get("init_from"):
         settings["init_from"] = Path(settings["init_from"]).name
     described = {
@@ -375,8 +397,8 @@ def _card(config: Config) -> dict[str, Any]:
     }[config.data.name]
     small = isinstance(config.model, SmallModel)
     return {
-        "description": "A block-diffusion language model: it writes blocks of tokens in parallel, and at block length 1 it "
-        "is an ordinary autoregressive model.",
+        "description": "A block-diffusion language model: it writes blocks of tokens in parallel, and at block length "
+        "1 it is an ordinary autoregressive model.",
         "data": described,
         "training_config": settings,
         "seed": config.seed,

@@ -108,7 +108,12 @@ class BlockGrid:
     @cached_property
     def first(self) -> Tensor:
         """Bool (B or 1, L): the first token of its block, which the clean path predicts."""
-        return (self._shifted % self.block_length == 0) | (self.position == 0)
+        return (self._shifted % self.block_length == 0) | (self.position == 0) | self.start
+
+    @cached_property
+    def start(self) -> Tensor:
+        """Bool (B or 1, L): the first token of a document in its row, which nothing predicts."""
+        return _starts(self.document)
 
     @property
     def _shifted(self) -> Tensor:
@@ -135,9 +140,14 @@ class BlockGrid:
 def _positions(document: Tensor) -> Tensor:
     """Positions counted from the first token of each run of equal document numbers."""
     index = torch.arange(document.shape[1], device=document.device).expand_as(document)
+    return index - torch.where(_starts(document), index, 0).cummax(dim=1).values
+
+
+def _starts(document: Tensor) -> Tensor:
+    """The first token of each run of equal document numbers, bool like ``document``."""
     starts = torch.ones_like(document, dtype=torch.bool)
     starts[:, 1:] = document[:, 1:] != document[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
+    return starts
 
 
 def one_pass_mask(
@@ -171,7 +181,7 @@ def one_pass_mask(
     return _build(grid, clean_rule, noise_rule)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=16)
 def _plain_mask(
     length: int, block_length: int, offset: int, clean_rule: CleanRule, noise_rule: NoiseRule, device: str
 ) -> AttentionMask:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from genkit._checks import checked_count, checked_number
 from genkit.errors import ConfigError
 from genkit.pipelines.block_diffusion.curriculum import BlockCurriculum
-from genkit.pipelines.block_diffusion.masks import BlockGrid, CleanRule, causal_mask, one_pass_mask
+from genkit.pipelines.block_diffusion.masks import PADDING, BlockGrid, CleanRule, causal_mask, one_pass_mask
 from genkit.pipelines.block_diffusion.scoring import TokenScorer
 from genkit.samplers.noise import Keys
 from genkit.training.objective import LossOutput, Objective, Phase
@@ -37,7 +37,7 @@ LossWeight = Literal["1/t", "1/k", "none"]
 
 def predicted(batch: Mapping[str, Tensor], grid: BlockGrid) -> Tensor:
     """Bool (B, L): the tokens that are predicted: all but padding, a document's first token, and a prompt."""
-    wanted = grid.real & (grid.position > 0)
+    wanted = grid.real & ~grid.start
     return (wanted & batch["loss_mask"]) if "loss_mask" in batch else wanted.expand_as(batch["tokens"])
 
 
@@ -97,9 +97,9 @@ def corrupt(
 ) -> list[Corruption]:
     """Masks maskable tokens, block by block.
 
-    ``"1/t"`` and ``"none"``: each token with its block's probability t. ``"1/k"``: k of the block's n maskable tokens, k
-    even on 1 … n. The sums Σ_masked CE/t and Σ_masked CE·n/k have the same expectation, the second without the variance
-    of the random number of masks and with weights of at most n (``nelbo``'s identity).
+    ``"1/t"`` and ``"none"``: each token with its block's probability t. ``"1/k"``: k of the block's n maskable tokens,
+    k even on 1 … n. The sums Σ_masked CE/t and Σ_masked CE·n/k have the same expectation, the second without the
+    variance of the random number of masks and with weights of at most n (``nelbo``'s identity).
 
     Args:
         keys: the rows' noise streams: the result depends on (seed, step, sample) alone.
@@ -150,8 +150,8 @@ class BlockDiffusionObjective(Objective):
                    + [i not first]           λ CE_clean(i)
 
     The first two sums are an estimate of the likelihood bound −log p(x) ≤ Σ_b (−log p(x_1^b | x^{<b}) + L_BD^b); the
-    third is the auxiliary autoregressive loss on the other tokens. So at block length 1 the loss *is* the autoregressive
-    one, whatever λ. N counts the predicted tokens of all micro-batches and processes.
+    third is the auxiliary autoregressive loss on the other tokens. So at block length 1 the loss *is* the
+    autoregressive one, whatever λ. N counts the predicted tokens of all micro-batches and processes.
 
     Args:
         model: a causal language model of transformers; its parameters with ``requires_grad`` are trained.
@@ -165,6 +165,9 @@ class BlockDiffusionObjective(Objective):
         complementary: also train on the complement of each mask, in the same batch (twice the noisy passes).
         random_offset: shift the block grid by a random amount each step, so that any position can start a block.
             Batches with ``response_start`` put the grid there instead.
+        fill_token_id: in batches with ``response_start``, the end token that fills a response's last block behind its
+            end. A decoder sees whole blocks, so the network must have seen masks there and learned to end them; these
+            tokens enter the noisy half's loss, but are not counted in N.
         phases: the training phases, if there are several; a phase called ``"ar"`` is plain next-token training.
         skip_clean_only: at block length 1 leave out the noisy half, which has nothing to predict there.
 
@@ -189,6 +192,7 @@ class BlockDiffusionObjective(Objective):
         antithetic: bool = True,
         complementary: bool = False,
         random_offset: bool = True,
+        fill_token_id: int | None = None,
         phases: Sequence[Phase] = (),
         skip_clean_only: bool = True,
     ) -> None:
@@ -207,7 +211,7 @@ class BlockDiffusionObjective(Objective):
         self.curriculum, self.ar_weight, self.shift, self.clean_rule = curriculum, ar_weight, shift, clean_rule
         self.t_range, self.weighting, self.antithetic = (low, high), weight, antithetic
         self.complementary, self.random_offset, self.skip_clean_only = complementary, random_offset, skip_clean_only
-        self._phases = tuple(phases)
+        self.fill_token_id, self._phases = fill_token_id, tuple(phases)
 
     def phases(self) -> Sequence[Phase]:
         return self._phases
@@ -221,15 +225,15 @@ class BlockDiffusionObjective(Objective):
 
     def loss(self, turn: str, batch: Mapping[str, Tensor], *, step: int, keys: Keys) -> LossOutput:
         block_length, offset = self._blocks(step, batch, keys)
+        count = predicted(batch, self._plain_grid(batch, block_length)).sum().clamp(min=1)
+        blocks = self._most_blocks(batch, block_length)
+        batch, filled = self._filled(batch, block_length)
         grid = self._plain_grid(batch, block_length, offset)
         wanted = predicted(batch, grid)
-        count = wanted.sum().clamp(min=1)
-        maskable = wanted & ~grid.first if self.shift else wanted
+        maskable = (wanted | filled) & ~grid.first if self.shift else wanted | filled
         if block_length == 1 and self.shift and self.skip_clean_only:
             clean = self._clean_only(batch["tokens"], grid, wanted)
             return self._output(clean, torch.zeros_like(clean), grid.first, wanted, count, block_length)
-        packed = "document" in batch and "response_start" not in batch
-        blocks = grid.length if packed else min(grid.length // block_length + 2, grid.length)
         views = corrupt(
             keys,
             maskable,
@@ -255,6 +259,35 @@ class BlockDiffusionObjective(Objective):
         if "response_start" in batch:
             return block_length, batch["response_start"]
         return block_length, int(where * block_length) if self.random_offset else 0
+
+    def _most_blocks(self, batch: Mapping[str, Tensor], block_length: int) -> int:
+        """How many blocks a row can have, padding's own included: from the data's row length, not from the longest
+        response of this batch, so that a sample's masks do not depend on its batch."""
+        length = batch["tokens"].shape[1]
+        if "response_start" in batch:
+            return length // block_length + 5
+        return length if "document" in batch else min(length // block_length + 2, length)
+
+    def _filled(self, batch: Mapping[str, Tensor], block_length: int) -> tuple[Mapping[str, Tensor], Tensor]:
+        """The batch with each response's last block filled up, and which tokens (B, L) that are."""
+        tokens = batch["tokens"]
+        if self.fill_token_id is None or "response_start" not in batch or block_length == 1:
+            return batch, torch.zeros_like(tokens, dtype=torch.bool)
+        start = batch["response_start"].unsqueeze(1)
+        batch = {"document": torch.zeros_like(tokens), **batch}
+        ends = (batch["document"] != PADDING).sum(dim=1, keepdim=True)
+        filled_ends = start + -(-(ends - start) // block_length) * block_length
+        if block_length >= tokens.shape[1]:  # one block of everything ends with the row
+            filled_ends = torch.full_like(ends, tokens.shape[1])
+        length = int(filled_ends.max())
+        place = torch.arange(length, device=tokens.device)
+        filled = (place >= ends) & (place < filled_ends)
+        fill = {"tokens": self.fill_token_id, "document": 0, "loss_mask": False}
+        wide = {
+            name: torch.where(filled, value, _resized(batch[name], length, PADDING if name == "document" else 0))
+            for name, value in fill.items()
+        }
+        return {**batch, **wide}, filled
 
     def _plain_grid(self, batch: Mapping[str, Tensor], block_length: int, offset: int | Tensor = 0) -> BlockGrid:
         tokens = batch["tokens"]
@@ -320,6 +353,11 @@ class BlockDiffusionObjective(Objective):
             "block_length": float(block_length),
         }
         return LossOutput(bound + self.ar_weight * rest if self.ar_weight else bound, logs)
+
+
+def _resized(x: Tensor, length: int, value: int) -> Tensor:
+    """Rows cut or padded on the right to ``length``."""
+    return nn.functional.pad(x[:, :length], (0, max(length - x.shape[1], 0)), value=value)
 
 
 def _scatter(values: Tensor, index: Tensor, rows: int, length: int) -> Tensor:

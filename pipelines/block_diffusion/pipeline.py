@@ -83,16 +83,17 @@ class BlockDiffusionPipeline(GenkitPipeline):
             mask_token_id = getattr(tokenizer, "mask_token_id", None)
         if mask_token_id is None:
             raise ConfigError(
-                "the tokenizer has no mask token; give mask_token_id, or use BlockDiffusionPipeline.from_ar, which finds one"
+                "the tokenizer has no mask token; give mask_token_id, or use BlockDiffusionPipeline.from_ar, which "
+                "finds one"
             )
         if scheduler is None:
             scheduler = MaskedBlockScheduler(mask_token_id=mask_token_id, block_length=block_length)
         self.register_modules(model=model, tokenizer=tokenizer, scheduler=scheduler)
         self.register_to_config(mask_token_id=mask_token_id, block_length=block_length, shift=shift, rule=rule)
-        self._cached: CachedModel = self._adapter()
+        self._adapter(block_length)  # refuses a model that does not obey masks
 
-    def _adapter(self) -> CachedModel:
-        shift, rule, block_length = (self.config[key] for key in ("shift", "rule", "block_length"))
+    def _adapter(self, block_length: int) -> CachedModel:
+        shift, rule = self.config["shift"], self.config["rule"]
         kind = UncachedCausalLM if rule == "full" else CachedCausalLM
         return kind(self.model, rule=rule, shift=shift, block_length=block_length)
 
@@ -149,15 +150,15 @@ class BlockDiffusionPipeline(GenkitPipeline):
             block_length: tokens refined together (None: the one trained for); 1 is autoregressive decoding.
             num_inference_steps: denoising passes a block, for the strategies that have such a number.
             strategy: a name (``sequential``, ``fixed_steps``, ``threshold``, ``entropy_bound``, ``margin``,
-                ``random``), an object of :mod:`genkit.samplers.strategies`, or a scheduler. None: ``fixed_steps`` where
-                ``num_inference_steps`` is given, else the pipeline's scheduler.
+                ``random``), an object of :mod:`genkit.samplers.strategies`, or a scheduler. None: ``threshold`` where
+                that is given, ``fixed_steps`` where ``num_inference_steps`` is, else the pipeline's scheduler.
             threshold, temperature, top_k, top_p: options of a strategy that is given by name (or by default).
             sub_block_length: parts of a block finished from left to right.
             generator: one generator, or a list with one per prompt.
             output_type: ``"text"``, ``"pt"`` or ``"np"`` (tokens only).
             return_dict: False returns the tuple (text, tokens, calls, tokens_per_call).
-            callback_on_step_end: called as ``callback(pipe, call, kind, tensors)`` after every network call, where
-                kind is ``"prefill"``, ``"denoise"`` or ``"commit"``; may return a changed ``block``.
+            callback_on_step_end: called as ``callback(pipe, call, timestep, tensors)`` after every network call, with
+                timestep = 1000 x the masked share of the block; may return a changed ``block``.
             callback_on_step_end_tensor_inputs: which of ``block``, ``done`` it is given.
 
         Raises:
@@ -169,20 +170,22 @@ class BlockDiffusionPipeline(GenkitPipeline):
         options = {"threshold": threshold, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         length = self.config["block_length"] if block_length is None else block_length
         tokens, valid = self._encode(prompt)
-        output = decode_blocks(
-            self._cached,
-            tokens.to(self._execution_device),
-            valid.to(self._execution_device),
-            mask_token_id=self.config["mask_token_id"],
-            block_length=length,
-            max_new_tokens=max_new_tokens,
-            strategy=self._strategy(strategy, num_inference_steps, length, options),
-            sub_block_length=sub_block_length,
-            generator=generator,
-            eos_token_id=self._ends(),
-            pad_token_id=self.tokenizer.pad_token_id,
-            callback=_adapted(self, callback_on_step_end, callback_on_step_end_tensor_inputs),
-        )
+        with self.progress_bar(total=max_new_tokens) as bar:
+            output = decode_blocks(
+                self._adapter(length),
+                tokens.to(self._execution_device),
+                valid.to(self._execution_device),
+                mask_token_id=self.config["mask_token_id"],
+                block_length=length,
+                max_new_tokens=max_new_tokens,
+                strategy=self._strategy(strategy, num_inference_steps, options),
+                sub_block_length=sub_block_length,
+                generator=generator,
+                eos_token_id=self._ends(),
+                pad_token_id=self.tokenizer.pad_token_id,
+                callback=_adapted(self, callback_on_step_end, callback_on_step_end_tensor_inputs, bar),
+            )
+            bar.update(max(output.tokens.shape[1] - bar.n, 0))
         text = self.tokenizer.batch_decode(output.tokens, skip_special_tokens=True) if output_type == "text" else None
         values = [output.tokens, output.calls, output.tokens_per_call]
         result = BlockDiffusionOutput(text, *(v.cpu().numpy() if output_type == "np" else v for v in values))
@@ -195,6 +198,10 @@ class BlockDiffusionPipeline(GenkitPipeline):
 
     def _encode_one(self, i: int, prompt: Any) -> Tensor:
         if not isinstance(prompt, str):
+            if not getattr(self.tokenizer, "chat_template", None):
+                raise ConfigError(
+                    f"prompt {i} is a list of messages, but the tokenizer has no chat template; give text"
+                )
             prompt = self.tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
         ids = encode_text(self.tokenizer, prompt)
         if not len(ids) and self.tokenizer.bos_token_id is not None:
@@ -205,14 +212,13 @@ class BlockDiffusionPipeline(GenkitPipeline):
             )
         return ids
 
-    def _strategy(
-        self, strategy: Any, steps: int | None, block_length: int, options: Mapping[str, Any]
-    ) -> DecodingStrategy:
+    def _strategy(self, strategy: Any, steps: int | None, options: Mapping[str, Any]) -> DecodingStrategy:
         given = {key: value for key, value in options.items() if value is not None}
         if steps is not None:
             given["steps"] = steps
         if strategy is None:
-            strategy = self.scheduler if steps is None else "fixed_steps"
+            by_steps = self.scheduler if steps is None else "fixed_steps"
+            strategy = by_steps if "threshold" not in given else "threshold"
         if isinstance(strategy, DecodingStrategy) and given:
             raise ConfigError(f"{sorted(given)} were given beside a strategy object, which has its own; drop them")
         return make_strategy(strategy, **given)
@@ -227,15 +233,17 @@ class BlockDiffusionPipeline(GenkitPipeline):
 
 
 def _adapted(
-    pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[str]
-) -> Callable[[DecodeStep], Mapping[str, Tensor]] | None:
-    """diffusers' callback in the decoder's terms."""
-    if callback is None:
-        return None
+    pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[str], bar: Any
+) -> Callable[[DecodeStep], Mapping[str, Tensor] | None]:
+    """diffusers' callback in the decoder's terms; the bar counts the tokens of finished blocks."""
 
-    def adapted(step: DecodeStep) -> Mapping[str, Tensor]:
+    def adapted(step: DecodeStep) -> Mapping[str, Tensor] | None:
+        bar.update(step.start - bar.n)
+        if callback is None:
+            return None
         known = {"block": step.block, "done": step.done}
-        changed = callback(pipe, step.call, step.kind, {name: known[name] for name in inputs})
+        masked = float((step.block == pipe.config["mask_token_id"]).float().mean())
+        changed = callback(pipe, step.call, 1000.0 * masked, {name: known[name] for name in inputs})
         return checked_changes(changed, ["block"])
 
     return adapted

@@ -35,7 +35,7 @@ class TokenScorer(nn.Module):
         self.model, self.mask_token_id = model, mask_token_id
 
     def forward(self, tokens: Tensor, mask: AttentionMask, positions: Tensor, index: Tensor, targets: Tensor) -> Tensor:
-        """−log p(target) in nats, float32 (M,).
+        """−log p(target) in nats, float32 (M,), float64 where the network is.
 
         Args:
             tokens: int64 (B, S), what the network reads.
@@ -55,7 +55,8 @@ class TokenScorer(nn.Module):
         return torch.cat([checkpoint(self._cross_entropy, *part, use_reentrant=False) for part in parts])
 
     def _cross_entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = self.model.get_output_embeddings()(hidden).float()
+        logits = self.model.get_output_embeddings()(hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         hidden_mask = torch.zeros_like(logits[:1])
         hidden_mask[:, self.mask_token_id] = -torch.inf
         return nn.functional.cross_entropy(logits + hidden_mask, targets, reduction="none")

@@ -50,7 +50,7 @@ def encode_text(tokenizer: Any, text: str) -> Tensor:
     Raises:
         ConfigError: a character that a character tokenizer does not know.
     """
-    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=torch.int64)
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
     if not _is_character_tokenizer(tokenizer):
         return ids
     unknown = (ids == tokenizer.pad_token_id).nonzero()
@@ -64,6 +64,8 @@ def encode_text(tokenizer: Any, text: str) -> Tensor:
 
 
 def _is_character_tokenizer(tokenizer: Any) -> bool:
+    if tokenizer.convert_ids_to_tokens(list(range(len(SPECIAL)))) != list(SPECIAL):
+        return False  # reading a whole large vocabulary takes longer than encoding a text
     return all(len(token) == 1 for token, i in tokenizer.get_vocab().items() if i >= len(SPECIAL))
 
 

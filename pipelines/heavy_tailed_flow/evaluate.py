@@ -5,20 +5,18 @@ Rows are appended to ``<results_dir>/heavy_tailed_flow/<data>.jsonl``; a row tha
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from genkit.data.mixtures import StableMixture
 from genkit.data.returns import MarketReturns
-from genkit.errors import ConfigError, GenkitError
+from genkit.errors import ConfigError
 from genkit.metrics.modes import mode_coverage
 from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
 from genkit.metrics.tails import RobustWhitening, compare_tails, hill
@@ -26,6 +24,7 @@ from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, c
 from genkit.pipelines.heavy_tailed_flow.config import Config, ReturnsData, build
 from genkit.pipelines.heavy_tailed_flow.pipeline import HeavyTailedFlowPipeline
 from genkit.serialization import canonical_hash, load_tensors
+from genkit.training.arms import Job, measure_rows, train_pipeline
 
 __all__ = ["ARMS", "arm_config", "evaluate", "evaluate_samples", "headline", "sample_arm", "train_arm"]
 
@@ -107,17 +106,7 @@ def arm_config(config: Config, arm: str, seed: int) -> Config:
 
 def train_arm(config: Config, folder: Path) -> HeavyTailedFlowPipeline:
     """Trains a configuration from scratch and returns its pipeline (with averaged weights)."""
-    from genkit.training.trainer import Trainer
-
-    recipe = build(config)
-    config = config.model_copy(
-        update={"output_dir": str(folder), "save_steps": config.max_steps, "resume_from_checkpoint": None}
-    )
-    for _ in Trainer(recipe.objective, config, recipe.data, recipe.save_pipeline).train():
-        pass
-    pipe = HeavyTailedFlowPipeline.from_pretrained(folder / "pipeline")
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return cast(HeavyTailedFlowPipeline, train_pipeline(build(config), config, folder))
 
 
 def sample_arm(pipe: HeavyTailedFlowPipeline, config: Config, seed: int, **options: Any) -> Tensor:
@@ -167,28 +156,10 @@ def _run_missing(config: Config, path: Path) -> None:
     for seed in range(config.evaluation.seeds):
         for arm in ARMS[config.data.name]:
             if (arm, seed, arm_config(config, arm, seed).config_hash(), setting) not in done:
-                jobs.append((arm, seed))
+                jobs.append(Job(f"{arm} seed {seed}", _measure_arm, (config.resolved(), arm, seed)))
     if isinstance(config.data, ReturnsData) and ("historical_simulation", 0, _data_hash(config), setting) not in done:
         append_rows(path, _classical_rows(config.data, setting, _data_hash(config)))
-    print(f"{len(jobs)} rows to train and measure, about {len(jobs) * config.evaluation.minutes / 60:.1f} core-hours")
-    if not jobs:
-        return
-    workers = min(config.evaluation.workers, len(jobs))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(_measure_arm, config.resolved(), arm, seed): (arm, seed) for arm, seed in jobs}
-        failed = []
-        for future in as_completed(futures):
-            name = "{} seed {}".format(*futures[future])
-            if (error := future.exception()) is not None:  # the rows of the others are kept
-                failed.append(f"{name}: {type(error).__name__}: {error}")
-                continue
-            append_rows(path, future.result())
-            print(f"measured {name}", flush=True)
-    if failed:
-        raise GenkitError(
-            f"{len(failed)} of {len(jobs)} rows could not be measured; the others are in {path}:\n  "
-            + "\n  ".join(failed)
-        )
+    measure_rows(jobs, path, workers=config.evaluation.workers, minutes=config.evaluation.minutes)
 
 
 def _measure_arm(values: Mapping[str, Any], arm: str, seed: int) -> list[ResultRow]:

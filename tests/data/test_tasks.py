@@ -11,7 +11,7 @@ import torch
 from genkit.data.tasks import ALPHABET, SPECIAL, TASKS, VerifiableTasks, check_answer, problem_split
 from genkit.errors import ConfigError
 
-GOLDEN = ["A7087+61158=", "L4734+995=", "S93296582=", "Civzpq=", "Rdtfrieox=", "B{}{}(({}{="]
+GOLDEN = ["A2063+9853=", "L4374+5809=", "S93296582=", "Civzpq=", "Rdtfrieox=", "B{}{}(({}{="]
 
 
 def schoolbook_sum(a: str, b: str) -> str:
@@ -35,7 +35,7 @@ def balanced(brackets: str) -> bool:
 
 LAWS = {
     "addition": lambda content, answer: schoolbook_sum(*content.split("+"))[::-1] == answer,
-    "addition_reversed": lambda content, answer: schoolbook_sum(*content.split("+")) == answer,
+    "addition_reversed": lambda content, answer: schoolbook_sum(*(x[::-1] for x in content.split("+"))) == answer,
     "sort": lambda content, answer: (
         Counter(content) == Counter(answer) and all(a <= b for a, b in itertools.pairwise(answer))
     ),
@@ -67,9 +67,9 @@ def test_every_other_answer_is_wrong(task):
 def test_answers_worked_out_by_hand():
     table = {
         "A123+4567=": "4690",
-        "L123+4567=": "0964",
+        "L321+7654=": "0964",
         "A99999+1=": "100000",
-        "L950+50=": "0001",
+        "L059+05=": "0001",
         "S31415926=": "11234569",
         "S90000000=": "00000009",
         "Cgenkit=": "genkit",
@@ -113,7 +113,7 @@ def test_what_gives_the_answer_away_is_of_the_same_split():
         content = prompt[1:-1]
         if "+" in content:
             a, b = content.split("+")
-            twins = [f"{letter}{x}+{y}=" for letter in "AL" for x, y in ((a, b), (b, a))]
+            twins = [f"{prompt[0]}{b}+{a}=", f"{'AL'.replace(prompt[0], '')}{a[::-1]}+{b[::-1]}="]
         elif prompt[0] == "S":
             twins = [f"S{''.join(sorted(content, reverse=True))}=", f"S{content[::-1]}="]
         else:

@@ -304,6 +304,16 @@ def test_the_two_schedulers_are_one_strategy_when_greedy(threshold, steps):
         assert torch.equal(after, direct.step(z, step, tokens, mask_token_id=MASK).prev_sample)
 
 
+@pytest.mark.parametrize("kind", [MaskedBlockScheduler, BlockRefinementScheduler])
+def test_a_late_pass_of_a_long_schedule_still_reveals(kind):
+    z, (tokens, hidden) = logits_of(0, 7, 6), ragged(0, 7, 6)
+    after = SchedulerStrategy(kind(threshold=2.0), steps=32).reveal(z, tokens, hidden, 20)
+    assert torch.equal((after != tokens).sum(1), hidden.any(1).long())
+    bare = kind(threshold=2.0)  # the control: the schedule's own quota is 0 there, and a walk would never end
+    bare.set_timesteps(32, block_length=6)
+    assert torch.equal(bare.step(z, 20, tokens, mask_token_id=MASK).prev_sample, tokens)
+
+
 def test_a_token_with_the_masks_id_that_is_no_mask_stays():
     z, tokens = logits_of(0, 1, 3), torch.tensor([[MASK, MASK, 1]])
     hidden = torch.tensor([[False, True, False]])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from genkit._checks import checked_number
+from genkit.errors import ConfigError
 from genkit.models.attention import AttentionMask
 from genkit.pipelines.block_diffusion.masks import PADDING
 from genkit.pipelines.block_diffusion.objective import BlockDiffusionObjective, corrupt, predicted
@@ -35,6 +36,10 @@ class AnnealingObjective(BlockDiffusionObjective):
 
     def __init__(self, *args: Any, ramp: float = 0.5, **options: Any) -> None:
         super().__init__(*args, **options)
+        if self.complementary or self.clean_rule != "causal":
+            raise ConfigError(
+                "annealing has no clean half and no complement; expected clean_rule='causal', complementary=False"
+            )
         self.ramp = checked_number("ramp", ramp, "a share from 0 to 1", lambda value: 0.0 <= value <= 1.0)
 
     def open_share(self, step: int) -> float:
@@ -45,15 +50,16 @@ class AnnealingObjective(BlockDiffusionObjective):
         pretraining = self._phases[0].steps if self._phases and self._phases[0].name == "ar" else 0
         if step < pretraining:
             return super().loss(turn, batch, step=step, keys=keys)
+        count = predicted(batch, self._plain_grid(batch, 1)).sum().clamp(min=1)
+        batch, filled = self._filled(batch, batch["tokens"].shape[1])
         tokens = batch["tokens"]
         rows, length = tokens.shape
         grid = self._plain_grid(batch, length)
-        wanted = predicted(batch, grid)
         (view,) = corrupt(
             keys,
-            wanted,
+            predicted(batch, grid) | filled,
             grid.first,
-            length if "document" in batch else 1,
+            length if "document" in batch and "response_start" not in batch else 2,  # padding is a block of its own
             t_range=self.t_range,
             weight=self.weighting,
             antithetic=False,
@@ -69,7 +75,6 @@ class AnnealingObjective(BlockDiffusionObjective):
         index = view.masked.flatten().nonzero().squeeze(1)
         positions = grid.position.expand(rows, -1)
         ce = self.net("model")(text, mask, positions, index - int(self.shift), tokens.flatten()[index])
-        count = wanted.sum().clamp(min=1)
         bound = (ce * view.weight.flatten()[index]).sum() / count + 0.0 * ce.sum()
         logs = {"nelbo": bound.detach(), "masked": view.masked.sum() / count, "opened": opened.double().mean()}
         return LossOutput(bound, logs)

@@ -83,8 +83,8 @@ def nelbo(
         seed: key of the masks.
 
     Returns:
-        Both in nats per predicted token, with 95 % intervals over rows. With ``shift=False`` or a full ``noise_rule`` the
-        model has no clean path; ``ar_nll`` then is what its causal pass gives, for comparison.
+        Both in nats per predicted token, with 95 % intervals over rows. With ``shift=False`` or a full ``noise_rule``
+        the model has no clean path; ``ar_nll`` then is what its causal pass gives, for comparison.
 
     Raises:
         ConfigError: no predicted token.
