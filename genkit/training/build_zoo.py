@@ -20,7 +20,8 @@ import torch
 from genkit.errors import ConfigError, nearest
 from genkit.pipeline import load
 from genkit.registry import method_module
-from genkit.training.config_files import load_config
+from genkit.serialization import load_json
+from genkit.training.config_files import changed_keys, load_config
 from genkit.training.trainer import Trainer
 from genkit.zoo import ROOT, ZooEntry, add_to_zoo
 
@@ -46,21 +47,30 @@ RECIPES = {
     "returns-flow": ZooRecipe("heavy_tailed_flow", _RETURNS),
     "returns-gaussian": ZooRecipe("heavy_tailed_flow", _RETURNS, ("clock={law: gaussian}", "coupling=independent")),
     "mixture2d-flow": ZooRecipe("heavy_tailed_flow", "configs/heavy_tailed_flow/mixture2d.yaml"),
+    "tasks-block": ZooRecipe("block_diffusion", "configs/block_diffusion/addition.yaml"),
+    "kjv-block": ZooRecipe("block_diffusion", "configs/block_diffusion/kjv.yaml", ("max_steps=3000",)),
 }
 
 
-def build_entry(name: str, root: Path = ROOT) -> ZooEntry:
-    """Trains, measures and saves one entry, and enters it in the manifest."""
+def build_entry(name: str, root: Path = ROOT, run: Path | None = None) -> ZooEntry:
+    """Trains, measures and saves one entry, and enters it in the manifest.
+
+    Args:
+        name: an entry of `RECIPES`.
+        root: the zoo's folder.
+        run: a finished run of the entry's command, used instead of training anew; one of another configuration is
+            refused.
+    """
     if name not in RECIPES:
         raise ConfigError(f"no zoo recipe {name!r}; there are {', '.join(RECIPES)}.{nearest(name, RECIPES)}")
     recipe = RECIPES[name]
-    with tempfile.TemporaryDirectory() as folder:
-        running: Any = load_config(recipe.config, [*recipe.overrides, f"output_dir={folder}/run"])
-        built = method_module(recipe.method, "config").build(running)
-        for _ in Trainer(built.objective, running, built.data, built.save_pipeline).train():
-            pass
-        pipe = load(Path(folder) / "run" / "pipeline")
     config: Any = load_config(recipe.config, [*recipe.overrides, f"output_dir=out/{name}"])
+    with tempfile.TemporaryDirectory() as folder:
+        if run is None:
+            run = Path(folder) / "run"
+            _train(recipe, run)
+        _check_run(config, run)
+        pipe = load(run / "pipeline")
     metric, value = method_module(recipe.method, "evaluate").headline(pipe, config)
     facts = {
         "training_config": config.resolved(),
@@ -82,12 +92,31 @@ def build_entry(name: str, root: Path = ROOT) -> ZooEntry:
     )
 
 
+def _train(recipe: ZooRecipe, folder: Path) -> None:
+    config: Any = load_config(recipe.config, [*recipe.overrides, f"output_dir={folder}"])
+    built = method_module(recipe.method, "config").build(config)
+    for _ in Trainer(built.objective, config, built.data, built.save_pipeline).train():
+        pass
+
+
+def _check_run(config: Any, run: Path) -> None:
+    """Refuses a run whose weights another configuration decided."""
+    trained = type(config).model_validate(load_json(run / "config.json"))
+    if trained.config_hash() != config.config_hash():
+        changed = changed_keys(trained.resolved(), config)
+        raise ConfigError(f"{run} was trained with other settings than the zoo's command: {'; '.join(changed)}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m genkit.training.build_zoo", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(RECIPES), help=f"entries: {', '.join(RECIPES)}")
-    for name in parser.parse_args(argv).names:
-        print(build_entry(name))
+    parser.add_argument("--run", type=Path, help="a finished run of the one entry's command, instead of training")
+    arguments = parser.parse_args(argv)
+    if arguments.run is not None and len(arguments.names) != 1:
+        parser.error("--run goes with one name")
+    for name in arguments.names:
+        print(build_entry(name, run=arguments.run))
     return 0
 
 

@@ -18,7 +18,7 @@ import torch
 from genkit.data.tasks import VerifiableTasks, check_answer
 from genkit.errors import ConfigError
 from genkit.metrics.results import ResultRow, read_rows, summary_table
-from genkit.pipelines.block_diffusion.config import Config, SmallModel, TasksData, build, held_out_rows
+from genkit.pipelines.block_diffusion.config import Config, DiffusionPart, SmallModel, TasksData, build, held_out_rows
 from genkit.pipelines.block_diffusion.likelihood import LikelihoodBound, nelbo
 from genkit.pipelines.block_diffusion.pipeline import BlockDiffusionPipeline
 from genkit.training.arms import Job, measure_rows, train_pipeline
@@ -95,6 +95,8 @@ def _cells(config: Config) -> Iterator[tuple[str, int, int]]:
 def arm_config(config: Config, arm: str, block_length: int, seed: int) -> Config:
     """The configuration of an arm, its base's training included (an arm from scratch has none)."""
     values = config.resolved()
+    if arm == "ar_base":  # does not depend on how it is adapted
+        values["diffusion"] = DiffusionPart(block_length=1, curriculum=None).model_dump(mode="json")
     values["diffusion"] = {**values["diffusion"], "block_length": block_length, **ARMS[arm]}
     first = config.pretraining.steps
     adaptation = (config.max_steps - first) * (2 if arm.endswith("@cost") else 1)
@@ -262,6 +264,7 @@ def _task_numbers(
 def headline(pipe: BlockDiffusionPipeline, config: Config) -> tuple[str, float]:
     """The one number a model card states: its name with n and setting, and its value."""
     block_length = config.diffusion.block_length
+    pipe.set_progress_bar_config(disable=True)
     if isinstance(config.data, TasksData):
         numbers = {name: (value, n) for name, value, n in _task_numbers(pipe, config, "full", block_length)}
         threshold = f"{config.evaluation.thresholds[0]:g}"
