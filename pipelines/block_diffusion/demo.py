@@ -25,7 +25,7 @@ from genkit.samplers.strategies import Threshold
 
 __all__ = ["demo"]
 
-SEED, PROBLEMS, TIMED, BLOCK, THRESHOLD = 0, 300, 60, 8, 0.9
+SEED, PROBLEMS, TIMED, BLOCK, THRESHOLD = 0, 600, 60, 8, 0.9
 THRESHOLDS = (0.5, 0.7, 0.9, 0.99)
 
 
@@ -46,11 +46,14 @@ def demo(out: Path, progress: bool = True) -> DemoRow:
         grid = BlockGrid.make(16, 4)
         drawn = {
             "masks.png": draw_mask({"context-causal": one_pass_mask(grid)}, grid=grid),
-            "timeline.png": _timeline(pipe, problems[1][0]),
+            "timeline.png": _timeline(pipe, problems[2][0]),
             "tradeoff.png": draw_tradeoff(points),
         }
-        note = f"n = {PROBLEMS} problems"
-        pictures = [save_figure(figure, out / name, seed=SEED, note=note) for name, figure in drawn.items()]
+        notes = {"masks.png": "16 tokens, blocks of 4", "timeline.png": f"one prompt: {problems[2][0]}"}
+        pictures = [
+            save_figure(figure, out / name, seed=SEED, note=notes.get(name, f"n = {PROBLEMS} problems"))
+            for name, figure in drawn.items()
+        ]
     return DemoRow(
         name="block_diffusion",
         measured=f"milliseconds an answer, one prompt at a time, {TIMED} held-out problems; block {BLOCK} at "
