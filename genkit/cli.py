@@ -7,6 +7,7 @@ explains in one message; 130 interrupted. Nothing heavy is imported before a com
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -107,13 +108,14 @@ def _train(options: argparse.Namespace) -> int:
 
 def _add_sample(commands: Any) -> None:
     examples = (
-        "zoo:returns-flow --num-samples 1000 --seed 0\nout/returns/pipeline --out out/s --steps 10 tail_index=2.5"
+        "zoo:returns-flow --num-samples 1000 --seed 0\nout/returns/pipeline --out out/s --steps 10 tail_index=2.5\n"
+        "zoo:tasks-block prompt='[A4123+1567=, Rgenkit=]' max_new_tokens=16"
     )
     parser = _command(commands, "sample", "draw samples from a saved pipeline", _sample, examples)
     parser.add_argument("pipe", metavar="PIPE", help="a folder, zoo:NAME or a hub id")
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="further options of the pipeline's call")
     parser.add_argument("--out", type=Path, default=Path("out/samples"), help="folder (default: %(default)s)")
-    parser.add_argument("--num-samples", type=_positive, default=16, help="how many (default: %(default)s)")
+    parser.add_argument("--num-samples", type=_positive, help="how many (default: 16)")
     parser.add_argument("--seed", type=_seed, default=0, help="of the generator (default: %(default)s)")
     parser.add_argument("--steps", type=_positive, help="num_inference_steps (default: the pipeline's)")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, ... (default: %(default)s)")
@@ -149,7 +151,11 @@ def _sample(options: argparse.Namespace) -> int:
     check_target(options.out)
     call = apply_overrides({}, options.overrides)
     pipe = load(options.pipe)
-    call = {"num_samples": options.num_samples, **_checked_call(pipe, call)}
+    call = _checked_call(pipe, call)
+    if "num_samples" in inspect.signature(type(pipe).__call__).parameters:
+        call = {"num_samples": options.num_samples or 16, **call}
+    elif options.num_samples is not None:
+        raise ConfigError(f"{type(pipe).__name__} writes one result a prompt; give several prompts, not --num-samples")
     if options.steps is not None:
         call["num_inference_steps"] = options.steps
     _move(pipe, options.device)
@@ -159,7 +165,9 @@ def _sample(options: argparse.Namespace) -> int:
 
     output = pipe(**call, generator=torch.Generator().manual_seed(options.seed))
     folder = pipe.write_samples(output, options.out, call={**call, "seed": options.seed, "pipeline": options.pipe})
-    print(f"{options.num_samples} samples in {folder}")
+    for text in dict(output).get("text") or ():
+        print(text)
+    print(f"{call['num_samples']} samples in {folder}" if "num_samples" in call else f"written to {folder}")
     return 0
 
 
@@ -170,11 +178,10 @@ _SET_BY_COMMAND = frozenset(
 
 
 def _checked_call(pipe: Any, call: dict[str, Any]) -> dict[str, Any]:
-    import inspect
-
+    parameters = inspect.signature(type(pipe).__call__).parameters
     names = [
         name
-        for name in inspect.signature(type(pipe).__call__).parameters
+        for name in parameters
         if name != "self" and name not in _SET_BY_COMMAND and not name.startswith("callback")
     ]
     for name in call:
@@ -183,6 +190,9 @@ def _checked_call(pipe: Any, call: dict[str, Any]) -> dict[str, Any]:
                 f"{type(pipe).__name__} takes no {name}=... here; it takes {', '.join(names) or 'none'}, "
                 f"and the options --num-samples, --steps, --seed.{nearest(name, names)}"
             )
+    missing = [name for name in names if parameters[name].default is inspect.Parameter.empty and name not in call]
+    if missing:
+        raise ConfigError(f"{type(pipe).__name__} needs {missing[0]}=...; give it as in {missing[0]}='some text'")
     return call
 
 

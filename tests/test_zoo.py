@@ -9,6 +9,7 @@ import pytest
 from genkit import zoo
 from genkit.errors import CheckpointError, ConfigError
 from genkit.serialization import load_json, save_json, write_folder
+from genkit.training import build_zoo, load_config
 from genkit.zoo import add_to_zoo, list_zoo, zoo_path
 
 FACTS = {
@@ -68,3 +69,23 @@ def test_every_shipped_entry_verifies() -> None:
         folder = zoo_path(entry.name)
         assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) == entry.size <= 3_000_000
         assert (zoo.ROOT / entry.folder / "README.md").is_file()
+
+
+def test_a_run_of_another_configuration_does_not_become_an_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What decides the weights must be the command's; where the run was written and how often it was saved need not."""
+    recipe = build_zoo.RECIPES["tasks-block"]
+    monkeypatch.chdir(Path(__file__).resolve().parents[1])
+    config = load_config(recipe.config, [])
+    moved = {"output_dir": "elsewhere", "save_steps": 7, "progress": False}
+    save_json(tmp_path / "config.json", config.model_copy(update=moved).resolved())
+    build_zoo._check_run(config, tmp_path)
+    for changes in (["learning_rate=0.5"], ["seed=1"], ["max_steps=4801"], ["diffusion.block_length=4"]):
+        other = load_config(recipe.config, changes)
+        save_json(tmp_path / "config.json", other.resolved())
+        with pytest.raises(ConfigError, match="other settings than the zoo's command"):
+            build_zoo.build_entry("tasks-block", tmp_path / "zoo", run=tmp_path)
+    with pytest.raises(ConfigError, match=r"diffusion\.block_length: 4 in the checkpoint, 8 now"):
+        build_zoo._check_run(config, tmp_path)
+    assert not (tmp_path / "zoo").exists()

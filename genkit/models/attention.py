@@ -16,7 +16,8 @@ FlexAttention has no backward pass on the CPU. So every mask goes through :func:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "additive",
     "check_attention",
     "default_backend",
+    "evaluation_mode",
     "mask_for",
     "register_xformers",
 ]
@@ -155,6 +157,18 @@ def _refuse_flex_on_cpu(mask: AttentionMask) -> None:
         )
 
 
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout inside; afterwards each submodule is in the mode that it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
 # --- does the model read the mask at all? -----------------------------------------------------------------------------
 
 _CHECKED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -184,17 +198,12 @@ def check_attention(model: nn.Module) -> None:
     tokens, device = torch.arange(4).unsqueeze(0), next(model.parameters()).device
     tokens = tokens.remainder(_config(model).vocab_size).to(device)
     ones = torch.ones(1, 1, 4, 4, dtype=torch.bool, device=device)
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with evaluation_mode(model):
         plain = model(tokens, use_cache=False).logits.float()
         causal, full = (
             model(tokens, attention_mask=mask_for(model, AttentionMask.of(dense)), use_cache=False).logits.float()
             for dense in (ones.tril(), ones)
         )
-    finally:
-        for module, mode in modes:
-            module.training = mode
     scale = float(plain.abs().amax()) + 1e-6
     if float((plain - causal).abs().amax()) > 0.02 * scale:
         raise ConfigError(

@@ -257,7 +257,8 @@ class UncachedCausalLM(_Adapter):
 
     Args:
         model: as for :class:`CachedCausalLM`.
-        rule: ``"causal"``, ``"block"`` or ``"full"`` (every token sees every token, masked ones included).
+        rule: ``"causal"``, ``"block"`` or ``"full"`` (every token sees every token, masked ones included; nothing is
+            predicted by the context alone, so all tokens of a block start as masks, with the shift too).
         shift: see :class:`CachedModel`.
         block_length: of the grid, for ``rule="block"``.
     """
@@ -266,6 +267,9 @@ class UncachedCausalLM(_Adapter):
         self, model: nn.Module, *, rule: ContextRule = "causal", shift: bool = True, block_length: int | None = None
     ) -> None:
         super().__init__(model, rule, shift, block_length)
+        self._from_left = shift and rule == "full"
+        if self._from_left:  # every position of a block is masked and predicted by its left neighbour
+            self.shift = False
 
     def prefill(self, tokens: Tensor, valid: Tensor) -> tuple[Tensor, TokenContext]:
         """See :meth:`CachedModel.prefill`."""
@@ -273,8 +277,10 @@ class UncachedCausalLM(_Adapter):
 
     def denoise(self, tokens: Tensor, cache: TokenContext) -> Tensor:
         """See :meth:`CachedModel.denoise`."""
-        text = self._append(tokens, cache)
-        return self._forward(text.tokens, text.valid, tokens.shape[1], tokens.shape[1])
+        text, count = self._append(tokens, cache), tokens.shape[1]
+        if self._from_left:
+            return self._forward(text.tokens, text.valid, count, count + 1)[:, :-1]
+        return self._forward(text.tokens, text.valid, count, count)
 
     def commit(self, tokens: Tensor, cache: TokenContext) -> tuple[Tensor, TokenContext]:
         """See :meth:`CachedModel.commit`."""

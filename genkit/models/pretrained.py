@@ -45,6 +45,8 @@ _CONVERSION = 1
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: One of these holds a tokenizer's vocabulary; without any, transformers makes up an empty one.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError)
 
 
@@ -88,8 +90,8 @@ def load_causal_lm(
         MissingExtraError: transformers (or gguf, at the first load of ``"smollm2"``) or the package is not installed.
         ConfigError: ``dtype`` or ``attn_implementation`` is not one of those above, or the architecture is not one of
             `SUPPORTED_ARCHITECTURES`.
-        CheckpointError: no such folder, only pickles, remote code, quantized weights, an adapter without its base, or
-            weights that do not match the network name by name.
+        CheckpointError: no such folder, a pipeline's folder, no tokenizer, only pickles, remote code, quantized
+            weights, an adapter without its base, or weights that do not match the network name by name.
     """
     dtype = torch.float32 if dtype is None else dtype
     _check_options(dtype, attn_implementation)
@@ -149,6 +151,11 @@ def _check_folder(folder: Path) -> None:
     """Refuse what must not or cannot be loaded, before anything is."""
     from genkit._components import _refuse_code_references
 
+    if (folder / "model_index.json").is_file():
+        raise CheckpointError(
+            f"{folder}: is a pipeline, not a model; open it with genkit.load, train on from its weights with "
+            "init_from, or put the files of its model/ and tokenizer/ into one folder and give that."
+        )
     if not (folder / "config.json").is_file():
         raise CheckpointError(
             f"{folder}: has no config.json; expected a model that transformers' save_pretrained wrote."
@@ -162,6 +169,11 @@ def _check_folder(folder: Path) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: {_no_weights(folder)}")
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise CheckpointError(
+            f"{folder}: no tokenizer in this folder; expected one of {', '.join(_TOKENIZERS)}. Save the model's "
+            "tokenizer there with its save_pretrained."
+        )
 
 
 def _check_config(config: Any, folder: Path) -> None:

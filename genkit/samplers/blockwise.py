@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from genkit._checks import checked_count, got
 from genkit.errors import ConfigError, GenkitError
+from genkit.models.attention import evaluation_mode
 from genkit.samplers.noise import Keys, draw_keys
 from genkit.samplers.strategies import DecodingStrategy, make_strategy
 
@@ -73,11 +75,11 @@ def decode_blocks(
     block_length: int = 32,
     max_new_tokens: int = 128,
     strategy: DecodingStrategy | str | Any = "threshold",
-    sub_block_length: int | None = None,
     generator: torch.Generator | Sequence[torch.Generator] | Keys | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
     callback: Callable[[DecodeStep], Mapping[str, Tensor] | None] | None = None,
+    sub_block_length: int | None = None,
 ) -> DecodeOutput:
     """Continues prompts block by block.
 
@@ -115,7 +117,9 @@ def decode_blocks(
     _check_prompts(tokens, valid, special, model.max_length, sizes.max_new_tokens)
     strategy = make_strategy(strategy)
     walk = _Walk(model, strategy, _keys(generator, tokens), special, sizes, callback)
-    return walk.run(tokens, valid)
+    network = getattr(model, "model", model)
+    with evaluation_mode(network) if isinstance(network, torch.nn.Module) else nullcontext():
+        return walk.run(tokens, valid)
 
 
 @dataclass(frozen=True)

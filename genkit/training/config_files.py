@@ -192,6 +192,8 @@ def _messages(
             text = f"unknown key.{nearest(path[-1], _names_at(model, path[:-1]))}"
         elif item["type"] == "missing":
             text = "the key is missing"
+        elif isinstance(item["input"], Mapping):  # a rule between keys: it names them
+            text = _plain(item["msg"], item["input"])
         else:
             text = f"got {item['input']!r} ({type(item['input']).__name__}): {_plain(item['msg'], item['input'])}"
         found.setdefault(key, []).append(text)

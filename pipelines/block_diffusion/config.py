@@ -95,6 +95,8 @@ class ResponsesData(ConfigPart):
 
     def load(self, tokenizer: Any, split: str = "train") -> PromptResponses:
         """Pairs of a split, ``"train"`` or ``"test"``; an end token closes each response."""
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("data.name=responses needs an end token, and the tokenizer has none; set its eos_token")
         end = torch.tensor([tokenizer.eos_token_id])
         pairs = [
             (encode_text(tokenizer, prompt), torch.cat([encode_text(tokenizer, response), end]))
@@ -133,7 +135,7 @@ class LoraPart(ConfigPart):
     rank: int = Field(16, ge=1)
     alpha: int = Field(32, ge=1)
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    target_modules: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    target_modules: list[str] | None = Field(None, description="null: all linear layers of the blocks")
 
 
 class PretrainedModel(ConfigPart):
@@ -165,7 +167,7 @@ class DiffusionPart(ConfigPart):
     recipe: Literal["block", "annealing"] = "block"
     block_length: int = Field(8, ge=1)
     curriculum: CurriculumPart | None = CurriculumPart()
-    ar_weight: float = Field(0.5, ge=0.0)
+    ar_weight: float = Field(0.5, ge=0.0, description="λ; annealing has no clean half and does not use it")
     shift: bool = True
     clean_rule: Literal["causal", "block"] = "causal"
     t_range: list[float] = Field([1e-3, 1.0], min_length=2, max_length=2)
@@ -234,9 +236,15 @@ def build_model(config: Config) -> tuple[Any, Any, int]:
         model, tokenizer, mask = _pretrained(config.model, use_cuda)
     else:
         model, tokenizer, mask = _small(config)
-    if config.init_from is not None:
-        _start_from(model, config.init_from)
-    return model, tokenizer, mask
+    lora = getattr(config.model, "lora", None)
+    if config.init_from is None:
+        return (add_lora(model, lora) if lora else model), tokenizer, mask
+    source = _pipeline_to_start_from(config.init_from, tokenizer, mask)
+    adapted = any(".lora_" in name for name in source.state_dict())
+    if lora and adapted:
+        model = add_lora(model, lora)
+    _copy_weights(model, source, config.init_from, adapted)
+    return (add_lora(model, lora) if lora and not adapted else model), tokenizer, mask
 
 
 def _small(config: Config) -> tuple[Any, Any, int]:
@@ -282,28 +290,52 @@ def _pretrained(part: PretrainedModel, use_cuda: bool) -> tuple[Any, Any, int]:
         renamed = hasattr(model, "activation_checkpointing_enable")  # transformers 5.2x
         enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
-    if part.lora is not None:
-        model = add_lora(model, part.lora)
     return model, tokenizer, mask
+
+
+_LINEAR = {"gpt2": ["c_attn", "c_proj", "c_fc"]}
+_LLAMA_LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def add_lora(model: Any, part: LoraPart) -> Any:
     """Low-rank adapters inside the model; its own weights are frozen."""
     import peft
 
+    kind = model.config.model_type
+    targets = part.target_modules or _LINEAR.get(kind, _LLAMA_LINEAR)
+    if not any(name.rpartition(".")[2] in targets for name, _ in model.named_modules()):
+        raise ConfigError(f"model.lora.target_modules={targets}: no layer of this {kind} has such a name")
     settings = peft.LoraConfig(
-        r=part.rank, lora_alpha=part.alpha, lora_dropout=part.dropout, target_modules=list(part.target_modules)
+        r=part.rank,
+        lora_alpha=part.alpha,
+        lora_dropout=part.dropout,
+        target_modules=list(targets),
+        fan_in_fan_out=kind == "gpt2",
     )
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         return peft.inject_adapter_in_model(settings, model)
 
 
-def _start_from(model: Any, source: str) -> None:
+def _pipeline_to_start_from(source: str, tokenizer: Any, mask: int) -> Any:
+    """The network of a saved pipeline that speaks of the same tokens."""
     from genkit.pipeline import load
 
-    state = load(source).model.state_dict()
-    own = model.state_dict()
+    pipe = load(source)
+    if not isinstance(pipe, BlockDiffusionPipeline):
+        raise ConfigError(f"init_from={source} is a {type(pipe).__name__}; expected a BlockDiffusionPipeline")
+    if pipe.config["mask_token_id"] != mask or pipe.tokenizer.get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"init_from={source} has mask token {pipe.config['mask_token_id']} of {len(pipe.tokenizer)} tokens, this "
+            f"run {mask} of {len(tokenizer)}: their vocabularies or masks differ, so the weights would not fit"
+        )
+    return pipe.model
+
+
+def _copy_weights(model: Any, source_model: Any, source: str, adapted: bool) -> None:
+    state, own = source_model.state_dict(), model.state_dict()
+    if adapted and not any(".lora_" in name for name in own):
+        raise ConfigError(f"init_from={source} has LoRA layers; give the same model.lora here, or merge them first")
     wrong = sorted(name for name in own.keys() | state.keys() if name not in own or name not in state)
     wrong += sorted(n for n in own.keys() & state.keys() if own[n].shape != state[n].shape)
     if wrong:
@@ -333,7 +365,7 @@ def build_objective(
         model,
         mask_token_id,
         BlockCurriculum(sizes, steps, ramp, mix),
-        ar_weight=part.ar_weight,
+        ar_weight=0.0 if part.recipe == "annealing" else part.ar_weight,
         shift=part.shift,
         clean_rule=part.clean_rule,
         t_range=(part.t_range[0], part.t_range[1]),
@@ -374,7 +406,22 @@ def build(config: Config) -> Recipe:
         )
         pipe.save_pretrained(folder, card=_card(config))
 
+    _check_no_masks(config, data, mask)
     return Recipe(build_objective(config, model, mask, tokenizer.eos_token_id), data, save_pipeline)
+
+
+def _check_no_masks(config: Config, data: Any, mask: int) -> None:
+    """Text that holds the mask token cannot be predicted: its loss would be infinite."""
+    if not isinstance(config.data, TextData | ResponsesData):
+        return
+    for start in range(0, len(data), 1024):
+        found = (data[torch.arange(start, min(start + 1024, len(data)))]["tokens"] == mask).any(dim=1)
+        if bool(found.any()):
+            row = start + int(found.nonzero()[0])
+            raise ConfigError(
+                f"row {row} of the training text holds the mask token {mask}; remove it there, or choose another "
+                "model.mask_token"
+            )
 
 
 def _card(config: Config) -> dict[str, Any]:
@@ -404,5 +451,9 @@ def _card(config: Config) -> dict[str, Any]:
         "seed": config.seed,
         "toy_scale": small,
         "pipeline_tag": "text-generation",
-        "limits": ["Characters, one small text."] if small else ["As good as its base model and the short adaptation."],
+        "limits": [
+            {"kjv": "Characters, one small text.", "tasks": "Six synthetic tasks, characters."}.get(
+                config.data.name, "As good as its base model and the adaptation's data."
+            )
+        ],
     }

@@ -1,4 +1,5 @@
-"""The evidence: every arm from the same autoregressive base of its seed, at equal parameters, over several seeds.
+"""The evidence: every arm from the same autoregressive base of its seed, at equal parameters, over several seeds
+(``scratch`` excepted: it has the adaptation's steps alone, from fresh weights).
 
 Rows are appended to ``<results_dir>/block_diffusion/<data>-<parameters>.jsonl``; a row that is there is not measured
 again. Arms are compared at equal tokens (the name alone) and at equal forward cost (``@cost``: arms that read a token
@@ -70,6 +71,8 @@ def _check(config: Config) -> None:
     unknown = sorted(set(config.evaluation.arms or ()) - set(ARMS))
     if unknown:
         raise ConfigError(f"evaluation.arms names {unknown}; expected some of {', '.join(ARMS)}")
+    if "scratch" in (config.evaluation.arms or ()) and config.model.name != "small":
+        raise ConfigError("evaluation.arms names scratch, but a pretrained model has no fresh weights; leave it out")
     if not config.pretraining.steps and config.model.name == "small":
         raise ConfigError("evaluation compares adaptations of one autoregressive base; give pretraining.steps")
 
@@ -84,8 +87,9 @@ def _setting(config: Config) -> str:
 
 def _cells(config: Config) -> Iterator[tuple[str, int, int]]:
     """(arm, block length, seed) of everything this configuration measures; block length 1 for blockless arms."""
+    pretrained = not isinstance(config.model, SmallModel)
     for seed in range(config.evaluation.seeds):
-        for arm in config.evaluation.arms or ARMS:
+        for arm in config.evaluation.arms or [arm for arm in ARMS if not (pretrained and arm == "scratch")]:
             if arm in BLOCKLESS:
                 yield arm, 1, seed
             else:
@@ -104,7 +108,7 @@ def arm_config(config: Config, arm: str, block_length: int, seed: int) -> Config
     if arm == "scratch":
         values["pretraining"] = {**values["pretraining"], "steps": 0}
         first = 0
-    values["max_steps"] = first if arm == "ar_base" else first + adaptation
+    values["max_steps"] = max(first, 1) if arm == "ar_base" else first + adaptation
     return Config.model_validate({**values, "seed": seed, "progress": False, "report_to": "none"})
 
 
@@ -116,14 +120,14 @@ def _run_missing(config: Config, path: Path) -> None:
         key = (arm, _row_setting(block_length), seed, arm_config(config, arm, block_length, seed).config_hash())
         if key not in done:
             missing.append((arm, block_length, seed))
-    run = config.evaluation
-    for bases in (True, False):
-        jobs = [
-            Job(f"{arm} block {block_length} seed {seed}", _measure_arm, (config.resolved(), arm, block_length, seed))
-            for arm, block_length, seed in missing
-            if (arm == "ar_base") == bases
-        ]
-        measure_rows(jobs, path, workers=run.workers, minutes=run.minutes)
+    run, values = config.evaluation, config.resolved()
+    needed = sorted({seed for arm, _, seed in missing if arm not in ("scratch", "ar_base")})
+    bases = [
+        Job(f"base of seed {seed}", _train_base, (values, seed)) for seed in needed if _base_is_missing(config, seed)
+    ]
+    measure_rows(bases, path, workers=run.workers, minutes=run.minutes)
+    jobs = [Job(f"{cell[0]} block {cell[1]} seed {cell[2]}", _measure_arm, (values, *cell)) for cell in missing]
+    measure_rows(jobs, path, workers=run.workers, minutes=run.minutes)
 
 
 def _row_setting(block_length: int) -> str:
@@ -136,15 +140,27 @@ def base_folder(config: Config, seed: int) -> Path:
     return Path(f"{config.output_dir}-bases") / f"seed-{seed}-{base.config_hash()[:12]}"
 
 
+def _base_is_missing(config: Config, seed: int) -> bool:
+    trained = base_folder(config, seed) / "pipeline" / "manifest.json"
+    return isinstance(config.model, SmallModel) and not trained.is_file()
+
+
+def _train_base(values: Mapping[str, Any], seed: int) -> list[ResultRow]:
+    """Trains a seed's base, once, before the arms that start from it; it has no rows of its own."""
+    torch.set_num_threads(1)
+    config = Config.model_validate(values)
+    base = arm_config(config, "ar_base", 1, seed)
+    train_pipeline(build(base), base, base_folder(config, seed), keep=True)
+    return []
+
+
 def _base(config: Config, seed: int) -> Path | None:
-    """The pipeline of the seed's base, trained where it is not there yet; None for pretrained models."""
+    """The pipeline of the seed's base; None for pretrained models."""
     if not isinstance(config.model, SmallModel):
         return None
-    folder = base_folder(config, seed)
-    if not (folder / "pipeline" / "manifest.json").is_file():
-        base = arm_config(config, "ar_base", 1, seed)
-        train_pipeline(build(base), base, folder, keep=True)
-    return folder / "pipeline"
+    if _base_is_missing(config, seed):
+        _train_base(config.resolved(), seed)
+    return base_folder(config, seed) / "pipeline"
 
 
 def train_arm(config: Config, arm: str, block_length: int, seed: int, folder: Path) -> BlockDiffusionPipeline:
@@ -157,7 +173,7 @@ def train_arm(config: Config, arm: str, block_length: int, seed: int, folder: Pa
     changes: dict[str, Any] = {"max_steps": full.max_steps - first, "init_from": None if base is None else str(base)}
     changes["pretraining"] = {**full.resolved()["pretraining"], "steps": 0}
     if arm == "ar_base":  # a pretrained model as it is
-        recipe = build(full.model_copy(update={"max_steps": 1}))
+        recipe = build(full)
         recipe.save_pipeline(folder / "pipeline", recipe.objective.networks())
         return BlockDiffusionPipeline.from_pretrained(folder / "pipeline")
     adaptation = Config.model_validate({**full.resolved(), **changes})
@@ -205,11 +221,16 @@ def likelihood(pipe: BlockDiffusionPipeline, config: Config, block_length: int) 
 def _text_numbers(
     pipe: BlockDiffusionPipeline, config: Config, arm: str, block_length: int
 ) -> Iterator[tuple[str, float, int]]:
-    trained = pipe.config["rule"], arm.startswith("ar_")
-    for size in sorted({1, 4, block_length}) if trained == ("causal", False) else [block_length]:
+    rule = pipe.config["rule"]
+    sizes = sorted({4, block_length}) if rule == "causal" and not arm.startswith("ar_") else [block_length]
+    for size in sizes:
         bound = likelihood(pipe, config, size)
-        if size > 1 or pipe.config["rule"] == "full":
-            yield ("nelbo" if size == block_length else f"nelbo/{size}"), bound.nelbo.value, bound.nelbo.tokens
+        if rule == "full":  # its own bound, of the row as one block
+            yield "nelbo/row", bound.nelbo.value, bound.nelbo.tokens
+        elif size > 1:
+            yield f"nelbo/{size}", bound.nelbo.value, bound.nelbo.tokens
+            if size == block_length:
+                yield "nelbo", bound.nelbo.value, bound.nelbo.tokens
     if pipe.config["shift"]:
         yield "ar_nll", bound.ar_nll.value, bound.ar_nll.tokens
 
@@ -247,7 +268,7 @@ def _task_numbers(
     problems = [held_out.problem(i) for i in range(len(held_out))]
     rule = pipe.config["rule"]
     if rule == "full":
-        block_length = max(len(answer) for _, answer in problems) + 1
+        block_length = held_out.length - min(len(prompt) for prompt, _ in problems)  # the row, as in training
     ways: list[tuple[str, int, str, dict[str, Any]]] = [("ar", 1, "sequential", {})] if rule == "causal" else []
     if not arm.startswith("ar_"):
         ways += [(f"{t:g}", block_length, "threshold", {"threshold": t}) for t in config.evaluation.thresholds]
@@ -257,7 +278,7 @@ def _task_numbers(
         right = [check_answer(prompt, text) for (prompt, _), text in zip(problems, texts, strict=True)]
         yield f"exact_match/{name}", sum(right) / len(right), len(right)
         yield f"tokens_per_call/{name}", float(per_call.mean()), len(right)
-        for i, task in enumerate(data.tasks):
+        for i, task in enumerate(data.tasks[: len(right)]):
             of_task = right[i :: len(data.tasks)]
             yield f"exact_match/{name}/{task}", sum(of_task) / len(of_task), len(of_task)
 
@@ -312,6 +333,6 @@ def _tables(config: Config, rows: Sequence[ResultRow]) -> list[str]:
 
 def _metrics(config: Config) -> list[str]:
     if not isinstance(config.data, TasksData):
-        return ["nelbo", "nelbo/4", "ar_nll", "mean/1,4,B"]
+        return ["nelbo", "nelbo/4", "ar_nll", "mean/1,4,B", "nelbo/row"]
     ways = [f"{t:g}" for t in config.evaluation.thresholds]
     return ["exact_match/ar", *(f"{m}/{w}" for w in (*ways, "sequential") for m in ("exact_match", "tokens_per_call"))]

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 
 from genkit._checks import checked_count
 from genkit.errors import ConfigError
-from genkit.pipelines.block_diffusion.masks import BlockGrid, CleanRule, NoiseRule, causal_mask, one_pass_mask
-from genkit.pipelines.block_diffusion.objective import masked_ranks, predicted
-from genkit.pipelines.block_diffusion.scoring import TokenScorer
+from genkit.models.attention import evaluation_mode
+from genkit.pipelines.block_diffusion.masks import BlockGrid, CleanRule, NoiseRule
+from genkit.pipelines.block_diffusion.objective import masked_ranks
+from genkit.pipelines.block_diffusion.scoring import TokenScorer, clean_losses, grid_of, one_pass_losses, predicted
 from genkit.samplers.noise import Keys, training_keys
 
 __all__ = ["LikelihoodBound", "PerToken", "ar_nll", "nelbo"]
@@ -62,7 +63,7 @@ def nelbo(
     shift: bool = True,
     clean_rule: CleanRule = "causal",
     noise_rule: NoiseRule = "block",
-    offset: int | Tensor = 0,
+    offset: int | Tensor | None = None,
     draws: int | None = None,
     batch_size: int = 32,
     seed: int = 0,
@@ -71,12 +72,13 @@ def nelbo(
 
     Args:
         model: a causal language model of transformers.
-        batch: ``tokens`` int64 (B, L), and ``document``, ``position``, ``loss_mask`` as in training.
+        batch: ``tokens`` int64 (B, L), and ``document``, ``position``, ``loss_mask``, ``response_start`` as in
+            training.
         mask_token_id: the mask token.
         block_length: tokens a block; 1 gives the next-token loss itself.
         shift, clean_rule, noise_rule: how the model was trained (:func:`one_pass_mask`). ``noise_rule="full"`` with a
             block of the whole row is masked diffusion.
-        offset: where the grid starts.
+        offset: where the grid starts; None: at each row's ``response_start`` where the batch has it, else at 0.
         draws: passes over the text; each masks another number k of tokens in each block. None: one for every k, after
             which only the choice of the k tokens is random.
         batch_size: rows a pass.
@@ -91,23 +93,20 @@ def nelbo(
     """
     scorer = TokenScorer(model, mask_token_id)
     tokens = batch["tokens"]
-    grid = _grid(batch, block_length, offset)
+    grid = grid_of(batch, block_length, offset)
     wanted = predicted(batch, grid)
     if not bool(wanted.any()):
         raise ConfigError("the batch holds no predicted token; expected rows of at least two tokens, or a loss_mask")
-    training, _ = model.training, model.eval()
     sums, clean_sums = [], []
-    try:
+    with evaluation_mode(model):
         for start in range(0, len(tokens), batch_size):
             part = {k: v[start : start + batch_size] for k, v in batch.items()}
-            where = offset if isinstance(offset, int) else offset[start : start + batch_size]
-            view = _View(scorer, part, _grid(part, block_length, where), shift, clean_rule, noise_rule)
+            where = offset[start : start + batch_size] if isinstance(offset, Tensor) else offset
+            view = _View(scorer, part, grid_of(part, block_length, where), shift, clean_rule, noise_rule)
             ids = torch.arange(start, start + len(part["tokens"]), device=tokens.device)
             bound, clean = view.sums(ids, seed, draws)
             sums.append(bound)
             clean_sums.append(clean)
-    finally:
-        model.train(training)
     counts = wanted.sum(dim=1)
     return LikelihoodBound(_per_token(torch.cat(sums), counts), _per_token(torch.cat(clean_sums), counts), block_length)
 
@@ -115,17 +114,6 @@ def nelbo(
 def ar_nll(model: nn.Module, batch: Mapping[str, Tensor], *, mask_token_id: int, batch_size: int = 32) -> PerToken:
     """The next-token loss of the causal path, nats per predicted token."""
     return nelbo(model, batch, mask_token_id=mask_token_id, block_length=1, batch_size=batch_size).ar_nll
-
-
-def _grid(batch: Mapping[str, Tensor], block_length: int, offset: int | Tensor) -> BlockGrid:
-    return BlockGrid.make(
-        batch["tokens"].shape[1],
-        block_length,
-        offset=offset,
-        document=batch.get("document"),
-        position=batch.get("position"),
-        device=batch["tokens"].device,
-    )
 
 
 @dataclass(frozen=True)
@@ -142,7 +130,7 @@ class _View:
     def sums(self, ids: Tensor, seed: int, draws: int | None) -> tuple[Tensor, Tensor]:
         """Bound and next-token loss of each row, float64 (B,) each."""
         wanted = predicted(self.batch, self.grid)
-        clean = self._clean(wanted)
+        clean = clean_losses(self.scorer, self.batch["tokens"], self.grid, wanted).double()
         first = self.grid.first.expand_as(wanted)
         maskable = wanted & ~first if self.shift else wanted
         bound = (clean * (first & wanted)).sum(dim=1) if self.shift else torch.zeros_like(clean[:, 0])
@@ -168,29 +156,19 @@ class _View:
         masked = ranks < k
         return masked, masked * (n / k.double())
 
-    def _clean(self, wanted: Tensor) -> Tensor:
-        rows, length = wanted.shape
-        index = wanted.flatten().nonzero().squeeze(1)
-        positions = self.grid.position.expand(rows, -1)
-        tokens = self.batch["tokens"]
-        ce = self.scorer(tokens, causal_mask(self.grid), positions, index - 1, tokens.flatten()[index])
-        return _spread(ce, index, rows, length)
-
     def _noisy(self, masked: Tensor) -> Tensor:
         """CE of the masked tokens, float64 (B, L), 0 elsewhere."""
-        tokens = self.batch["tokens"]
-        rows, length = tokens.shape
-        text = torch.cat([torch.where(masked, self.scorer.mask_token_id, tokens), tokens], dim=1)
-        mask = one_pass_mask(self.grid, clean_rule=self.clean_rule, noise_rule=self.noise_rule)
-        places = masked.flatten().nonzero().squeeze(1)
-        index = places + places // length * length - int(self.shift)
-        ce = self.scorer(text, mask, self.grid.position_ids(rows), index, tokens.flatten()[places])
-        return _spread(ce, places, rows, length)
-
-
-def _spread(values: Tensor, index: Tensor, rows: int, length: int) -> Tensor:
-    flat = torch.zeros(rows * length, dtype=torch.float64, device=values.device)
-    return flat.index_put((index,), values.double()).view(rows, length)
+        return one_pass_losses(
+            self.scorer,
+            self.batch["tokens"],
+            self.grid,
+            masked,
+            None,
+            mask_token_id=self.scorer.mask_token_id,
+            shift=self.shift,
+            clean_rule=self.clean_rule,
+            noise_rule=self.noise_rule,
+        )[1].double()
 
 
 def _per_token(sums: Tensor, counts: Tensor) -> PerToken:

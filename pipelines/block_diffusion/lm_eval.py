@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -28,7 +29,10 @@ from genkit.models.attention import mask_for
 from genkit.pipelines.block_diffusion.likelihood import nelbo
 from genkit.pipelines.block_diffusion.masks import BlockGrid, causal_mask
 from genkit.pipelines.block_diffusion.pipeline import BlockDiffusionPipeline
+from genkit.pipelines.block_diffusion.scoring import check_head
 from genkit.pipelines.block_diffusion.tokens import encode_text
+from genkit.samplers.blockwise import decode_blocks
+from genkit.samplers.strategies import DecodingStrategy
 
 __all__ = ["BlockDiffusionLM", "Likelihood", "harness_model"]
 
@@ -246,6 +250,7 @@ class BlockDiffusionLM:
     def _exact(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """The causal path, in one pass over rows that are padded on the right, where nothing looks."""
         model, device = self.pipeline.model, self.pipeline.device
+        check_head(model)
         rows = [torch.tensor((context + continuation)[:-1]) for context, continuation in pairs]
         tokens = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device)
         mask = mask_for(model, causal_mask(BlockGrid.make(tokens.shape[1], 1, device=device)))
@@ -291,8 +296,20 @@ class BlockDiffusionLM:
 
     def _writes(self, context: list[int], continuation: list[int]) -> bool:
         """Whether decoding at temperature 0 continues the context in this way."""
-        output = self._call([self.tokenizer.decode(context)], len(continuation), output_type="pt")
+        pipe = self.pipeline
+        output = decode_blocks(
+            pipe._adapter(self.block_length),
+            torch.tensor([context], device=pipe.device),
+            mask_token_id=pipe.config["mask_token_id"],
+            block_length=self.block_length,
+            max_new_tokens=len(continuation),
+            strategy=self._greedy(),
+        )
         return bool(output.tokens[0].tolist() == continuation)
+
+    def _greedy(self) -> DecodingStrategy:
+        strategy = self.pipeline._strategy(self.strategy, None, {"threshold": self.threshold})
+        return replace(strategy, temperature=0.0)
 
     # --- generation ---------------------------------------------------------------------------------------------------
 

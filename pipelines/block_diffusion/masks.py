@@ -175,13 +175,13 @@ def one_pass_mask(
     for name, value, known in (("clean_rule", clean_rule, CleanRule), ("noise_rule", noise_rule, NoiseRule)):
         if value not in get_args(known):
             raise ConfigError(f"{name}={value!r}; expected one of {', '.join(get_args(known))}")
-    if grid.plain_offset is not None:
+    if grid.plain_offset is not None and grid.length <= 512:
         device = str(grid.document.device)
         return _plain_mask(grid.length, grid.block_length, grid.plain_offset, clean_rule, noise_rule, device)
     return _build(grid, clean_rule, noise_rule)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _plain_mask(
     length: int, block_length: int, offset: int, clean_rule: CleanRule, noise_rule: NoiseRule, device: str
 ) -> AttentionMask:

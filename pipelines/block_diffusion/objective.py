@@ -17,8 +17,14 @@ from torch import Tensor, nn
 from genkit._checks import checked_count, checked_number
 from genkit.errors import ConfigError
 from genkit.pipelines.block_diffusion.curriculum import BlockCurriculum
-from genkit.pipelines.block_diffusion.masks import PADDING, BlockGrid, CleanRule, causal_mask, one_pass_mask
-from genkit.pipelines.block_diffusion.scoring import TokenScorer
+from genkit.pipelines.block_diffusion.masks import PADDING, BlockGrid, CleanRule
+from genkit.pipelines.block_diffusion.scoring import (
+    TokenScorer,
+    clean_losses,
+    grid_of,
+    one_pass_losses,
+    predicted,
+)
 from genkit.samplers.noise import Keys
 from genkit.training.objective import LossOutput, Objective, Phase
 
@@ -29,16 +35,9 @@ __all__ = [
     "corrupt",
     "mask_times",
     "masked_ranks",
-    "predicted",
 ]
 
 LossWeight = Literal["1/t", "1/k", "none"]
-
-
-def predicted(batch: Mapping[str, Tensor], grid: BlockGrid) -> Tensor:
-    """Bool (B, L): the tokens that are predicted: all but padding, a document's first token, and a prompt."""
-    wanted = grid.real & ~grid.start
-    return (wanted & batch["loss_mask"]) if "loss_mask" in batch else wanted.expand_as(batch["tokens"])
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def corrupt(
         keys: the rows' noise streams: the result depends on (seed, step, sample) alone.
         maskable: bool (B, L).
         first: bool (B or 1, L), True where a block starts.
-        blocks: how many blocks a row has at most.
+        blocks: how many times t a row draws; where many short documents make more blocks, some share one.
         t_range: t is uniform on it; anything but (0, 1] biases the bound (not used by ``"1/k"``).
         weight: ``"1/t"`` or ``"1/k"``: unbiased estimates of the bound; ``"none"`` counts masked tokens alike.
         antithetic: see :func:`mask_times`.
@@ -117,7 +116,7 @@ def corrupt(
     block = first.expand_as(maskable).long().cumsum(dim=1) - 1
     if weight == "1/k":
         return _corrupt_counts(keys, maskable, first, block, blocks, antithetic, complementary)
-    t = mask_times(keys, blocks, t_range, antithetic).gather(1, block)
+    t = mask_times(keys, blocks, t_range, antithetic).gather(1, block % blocks)
     masked = (keys.at(purpose="mask").uniform((block.shape[1],)) < t) & maskable
     views = [(masked, t), (maskable & ~masked, (1.0 - t).clamp(min=t_range[0]))][: 1 + complementary]
     return [Corruption(m, (1.0 / rate if weight == "1/t" else torch.ones_like(rate)).float()) for m, rate in views]
@@ -133,7 +132,7 @@ def _corrupt_counts(
     complementary: bool,
 ) -> list[Corruption]:
     ranks, n = masked_ranks(keys.at(purpose="mask"), maskable, first)
-    uniform = mask_times(keys, blocks, (0.0, 1.0), antithetic).gather(1, block)
+    uniform = mask_times(keys, blocks, (0.0, 1.0), antithetic).gather(1, block % blocks)
     if not complementary:
         k = (uniform * n).long() + 1
         return [Corruption(ranks < k, (n / k).float())]
@@ -188,7 +187,7 @@ class BlockDiffusionObjective(Objective):
         shift: bool = True,
         clean_rule: CleanRule = "causal",
         t_range: tuple[float, float] = (1e-3, 1.0),
-        weight: LossWeight = "1/t",
+        weight: LossWeight = "1/k",
         antithetic: bool = True,
         complementary: bool = False,
         random_offset: bool = True,
@@ -221,18 +220,18 @@ class BlockDiffusionObjective(Objective):
 
     def weight(self, batch: Mapping[str, Tensor]) -> float:
         """The number of predicted tokens."""
-        return float(predicted(batch, self._plain_grid(batch, 1)).sum())
+        return float(predicted(batch, grid_of(batch, 1)).sum())
 
     def loss(self, turn: str, batch: Mapping[str, Tensor], *, step: int, keys: Keys) -> LossOutput:
         block_length, offset = self._blocks(step, batch, keys)
-        count = predicted(batch, self._plain_grid(batch, block_length)).sum().clamp(min=1)
+        count = predicted(batch, grid_of(batch, block_length)).sum().clamp(min=1)
         blocks = self._most_blocks(batch, block_length)
         batch, filled = self._filled(batch, block_length)
-        grid = self._plain_grid(batch, block_length, offset)
+        grid = grid_of(batch, block_length, offset)
         wanted = predicted(batch, grid)
         maskable = (wanted | filled) & ~grid.first if self.shift else wanted | filled
         if block_length == 1 and self.shift and self.skip_clean_only:
-            clean = self._clean_only(batch["tokens"], grid, wanted)
+            clean = clean_losses(self.net("model"), batch["tokens"], grid, wanted)
             return self._output(clean, torch.zeros_like(clean), grid.first, wanted, count, block_length)
         views = corrupt(
             keys,
@@ -266,7 +265,7 @@ class BlockDiffusionObjective(Objective):
         length = batch["tokens"].shape[1]
         if "response_start" in batch:
             return length // block_length + 5
-        return length if "document" in batch else min(length // block_length + 2, length)
+        return min(length // block_length + 2, length)
 
     def _filled(self, batch: Mapping[str, Tensor], block_length: int) -> tuple[Mapping[str, Tensor], Tensor]:
         """The batch with each response's last block filled up, and which tokens (B, L) that are."""
@@ -289,49 +288,24 @@ class BlockDiffusionObjective(Objective):
         }
         return {**batch, **wide}, filled
 
-    def _plain_grid(self, batch: Mapping[str, Tensor], block_length: int, offset: int | Tensor = 0) -> BlockGrid:
-        tokens = batch["tokens"]
-        return BlockGrid.make(
-            tokens.shape[1],
-            block_length,
-            offset=offset,
-            document=batch.get("document"),
-            position=batch.get("position"),
-            device=tokens.device,
-        )
-
-    def _clean_only(self, tokens: Tensor, grid: BlockGrid, wanted: Tensor) -> Tensor:
-        rows, length = tokens.shape
-        index = wanted.flatten().nonzero().squeeze(1)
-        positions = grid.position.expand(rows, -1)
-        ce = self.net("model")(tokens, causal_mask(grid), positions, index - 1, tokens.flatten()[index])
-        return _scatter(ce, index, rows, length)
-
     def _one_pass(
         self, tokens: Tensor, grid: BlockGrid, wanted: Tensor, views: Sequence[Corruption]
     ) -> tuple[Tensor, Tensor]:
-        """Clean and weighted noisy cross-entropies, float32 (B, L) each, 0 where nothing is predicted."""
-        rows, length = tokens.shape
-        copies = len(views)
-        masked = torch.cat([view.masked for view in views])
-        clean_text = tokens.repeat(copies, 1)
-        text = torch.cat([torch.where(masked, self.scorer.mask_token_id, clean_text), clean_text], dim=1)
-        places = torch.arange(copies * rows * length, device=tokens.device).view(copies * rows, length)
-        start = places // length * length  # rows of the text are twice as long as rows of tokens
-        at_noisy = (places + start - int(self.shift))[masked]
-        at_clean = (places + start + length - 1)[:rows][wanted]
-        has_clean = self.clean_rule == "causal"
-        index = torch.cat([at_noisy, at_clean]) if has_clean else at_noisy
-        targets = torch.cat([clean_text[masked], tokens[wanted]]) if has_clean else clean_text[masked]
-        grids = grid.repeat(copies)
-        mask = one_pass_mask(grids, clean_rule=self.clean_rule)
-        ce = self.net("model")(text, mask, grids.position_ids(copies * rows), index, targets)
-        weight = torch.cat([view.weight for view in views])[masked] / copies
-        noisy = _scatter(ce[: len(at_noisy)] * weight, places[masked], copies * rows, length)
-        noisy = noisy.view(copies, rows, length).sum(dim=0)
-        if not has_clean:
-            return torch.zeros_like(noisy), noisy
-        return _scatter(ce[len(at_noisy) :], places[:rows][wanted], rows, length), noisy
+        """Clean and weighted noisy cross-entropies, (B, L) each; complementary views are further rows of the pass."""
+        rows, copies = len(tokens), len(views)
+        masked, weight = torch.cat([v.masked for v in views]), torch.cat([v.weight for v in views])
+        scored = torch.cat([wanted, torch.zeros_like(wanted).repeat(copies - 1, 1)]) if copies > 1 else wanted
+        clean, noisy = one_pass_losses(
+            self.net("model"),
+            tokens.repeat(copies, 1),
+            grid.repeat(copies),
+            masked,
+            scored if self.clean_rule == "causal" else None,
+            mask_token_id=self.scorer.mask_token_id,
+            shift=self.shift,
+            clean_rule=self.clean_rule,
+        )
+        return clean[:rows], (noisy * weight).view(copies, rows, -1).sum(dim=0) / copies
 
     def _output(
         self,
@@ -348,18 +322,14 @@ class BlockDiffusionObjective(Objective):
         rest = torch.where(first, 0.0, clean).sum() / count
         logs: dict[str, Any] = {
             "nelbo": bound.detach(),
-            "ar_nll": clean.detach().sum() / count,
             "masked": 0.0 if masked is None else masked.sum() / count,
             "block_length": float(block_length),
         }
+        if self.clean_rule == "causal":
+            logs["ar_nll"] = clean.detach().sum() / count
         return LossOutput(bound + self.ar_weight * rest if self.ar_weight else bound, logs)
 
 
 def _resized(x: Tensor, length: int, value: int) -> Tensor:
     """Rows cut or padded on the right to ``length``."""
     return nn.functional.pad(x[:, :length], (0, max(length - x.shape[1], 0)), value=value)
-
-
-def _scatter(values: Tensor, index: Tensor, rows: int, length: int) -> Tensor:
-    """``values`` (M,) at flat ``index``, zeros elsewhere, (rows, length)."""
-    return values.new_zeros(rows * length).index_put((index,), values).view(rows, length)

@@ -15,11 +15,11 @@ from diffusers.utils import BaseOutput
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genkit._checks import checked_changes
+from genkit._checks import checked_changes, got
 from genkit.errors import ConfigError
 from genkit.models.causal_lm import CachedCausalLM, CachedModel, ContextRule, UncachedCausalLM
 from genkit.pipeline import GenkitPipeline
-from genkit.pipelines.block_diffusion.tokens import choose_mask_token, encode_text, pad_left
+from genkit.pipelines.block_diffusion.tokens import check_mask_id, choose_mask_token, encode_text, pad_left
 from genkit.samplers.blockwise import DecodeStep, decode_blocks
 from genkit.samplers.strategies import DecodingStrategy, make_strategy
 from genkit.schedulers.masked import MaskedBlockScheduler
@@ -86,6 +86,7 @@ class BlockDiffusionPipeline(GenkitPipeline):
                 "the tokenizer has no mask token; give mask_token_id, or use BlockDiffusionPipeline.from_ar, which "
                 "finds one"
             )
+        check_mask_id(model, tokenizer, mask_token_id)
         if scheduler is None:
             scheduler = MaskedBlockScheduler(mask_token_id=mask_token_id, block_length=block_length)
         self.register_modules(model=model, tokenizer=tokenizer, scheduler=scheduler)
@@ -125,7 +126,7 @@ class BlockDiffusionPipeline(GenkitPipeline):
     def __call__(
         self,
         prompt: Prompt | Sequence[Prompt],
-        max_new_tokens: int = 128,
+        max_new_tokens: int | None = None,
         block_length: int | None = None,
         num_inference_steps: int | None = None,
         *,
@@ -146,9 +147,10 @@ class BlockDiffusionPipeline(GenkitPipeline):
         Args:
             prompt: one text or several; a list of ``{"role", "content"}`` messages goes through the tokenizer's chat
                 template.
-            max_new_tokens: tokens written at most, each row ending at its end-of-sequence token.
+            max_new_tokens: tokens written at most, each row ending at its end-of-sequence token. None: 128, or as many
+                as the model can still read.
             block_length: tokens refined together (None: the one trained for); 1 is autoregressive decoding.
-            num_inference_steps: denoising passes a block, for the strategies that have such a number.
+            num_inference_steps: denoising passes a block (or a sub-block), for the strategies that have such a number.
             strategy: a name (``sequential``, ``fixed_steps``, ``threshold``, ``entropy_bound``, ``margin``,
                 ``random``), an object of :mod:`genkit.samplers.strategies`, or a scheduler. None: ``threshold`` where
                 that is given, ``fixed_steps`` where ``num_inference_steps`` is, else the pipeline's scheduler.
@@ -170,6 +172,9 @@ class BlockDiffusionPipeline(GenkitPipeline):
         options = {"threshold": threshold, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         length = self.config["block_length"] if block_length is None else block_length
         tokens, valid = self._encode(prompt)
+        if max_new_tokens is None:
+            longest = getattr(self.model.config, "max_position_embeddings", None) or 128 + tokens.shape[1]
+            max_new_tokens = max(min(128, longest - tokens.shape[1]), 1)
         with self.progress_bar(total=max_new_tokens) as bar:
             output = decode_blocks(
                 self._adapter(length),
@@ -192,12 +197,18 @@ class BlockDiffusionPipeline(GenkitPipeline):
         return result if return_dict else (result.text, result.tokens, result.calls, result.tokens_per_call)
 
     def _encode(self, prompt: Prompt | Sequence[Prompt]) -> tuple[Tensor, Tensor]:
+        given: Any = prompt
+        if not isinstance(given, Sequence) or isinstance(given, bytes):
+            raise ConfigError(f"prompt has {got(prompt)}; expected a text, a list of texts, or lists of messages")
         several = not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], Mapping))
         rows = [self._encode_one(i, one) for i, one in enumerate(prompt if several else [prompt])]
         return pad_left(rows, self.tokenizer.pad_token_id or 0)
 
     def _encode_one(self, i: int, prompt: Any) -> Tensor:
         if not isinstance(prompt, str):
+            messages = prompt if isinstance(prompt, Sequence) else ()
+            if not messages or not all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in messages):
+                raise ConfigError(f"prompt {i} is {prompt!r}; expected a text or messages {{'role': …, 'content': …}}")
             if not getattr(self.tokenizer, "chat_template", None):
                 raise ConfigError(
                     f"prompt {i} is a list of messages, but the tokenizer has no chat template; give text"
@@ -214,6 +225,8 @@ class BlockDiffusionPipeline(GenkitPipeline):
 
     def _strategy(self, strategy: Any, steps: int | None, options: Mapping[str, Any]) -> DecodingStrategy:
         given = {key: value for key, value in options.items() if value is not None}
+        if strategy in ("fixed_steps", "random") and steps is None:
+            raise ConfigError(f"strategy={strategy!r} needs num_inference_steps, the denoising passes a block")
         if steps is not None:
             given["steps"] = steps
         if strategy is None:

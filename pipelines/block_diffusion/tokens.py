@@ -11,7 +11,7 @@ from torch import Tensor
 from genkit.data.tasks import SPECIAL
 from genkit.errors import ConfigError, nearest
 
-__all__ = ["UNUSED_TOKENS", "character_tokenizer", "choose_mask_token", "encode_text", "pad_left"]
+__all__ = ["UNUSED_TOKENS", "character_tokenizer", "check_mask_id", "choose_mask_token", "encode_text", "pad_left"]
 
 #: Special tokens of known tokenizers that text does not contain, in the order in which they are taken as mask token.
 UNUSED_TOKENS = ("<mask>", "<|mask|>", "[MASK]", "<|fim_pad|>", "<|reserved_special_token_0|>", "<empty_output>")
@@ -80,7 +80,8 @@ def choose_mask_token(model: Any, tokenizer: Any, mask_token: str | int | None =
             :data:`UNUSED_TOKENS` that it has.
 
     Raises:
-        ConfigError: None was given and the tokenizer has no such token; or an id outside the vocabulary.
+        ConfigError: None was given and the tokenizer has no such token; or a token that cannot be one
+            (:func:`check_mask_id`).
     """
     vocabulary = tokenizer.get_vocab()
     if mask_token is None:
@@ -94,14 +95,22 @@ def choose_mask_token(model: Any, tokenizer: Any, mask_token: str | int | None =
         mask_token = found[0]
     if isinstance(mask_token, bool) or not isinstance(mask_token, (str, int)):
         raise ConfigError(f"mask_token={mask_token!r}; expected a token's text or id, or None")
-    if isinstance(mask_token, int):
-        return _checked_id(model, mask_token)
-    if mask_token not in vocabulary:
+    if isinstance(mask_token, str) and mask_token not in vocabulary:
         return _added(model, tokenizer, mask_token)
-    return _checked_id(model, vocabulary[mask_token])
+    return check_mask_id(model, tokenizer, mask_token if isinstance(mask_token, int) else vocabulary[mask_token])
 
 
-def _checked_id(model: Any, index: int) -> int:
+def check_mask_id(model: Any, tokenizer: Any, index: int) -> int:
+    """``index`` where it can stand for "masked".
+
+    Raises:
+        ConfigError: outside the vocabulary, or the token that ends or pads texts.
+    """
+    for name in ("eos", "pad", "bos"):
+        if index == getattr(tokenizer, f"{name}_token_id", None):
+            raise ConfigError(
+                f"mask_token {index} is the tokenizer's {name} token; choose one that text never contains"
+            )
     size = model.get_input_embeddings().weight.shape[0]
     if not 0 <= index < size:
         raise ConfigError(f"mask_token {index} is outside the model's vocabulary of {size} tokens")
@@ -119,9 +128,9 @@ def _added(model: Any, tokenizer: Any, token: str) -> int:
     old = model.get_input_embeddings().weight.shape[0]
     if index >= old:
         model.resize_token_embeddings(index + 1, mean_resizing=False)
-        with torch.no_grad():
-            for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
-                layer.weight[old:] = layer.weight[:old].mean(dim=0)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            layer.weight[index] = layer.weight[: min(old, index)].mean(dim=0)
     return index
 
 

@@ -85,6 +85,7 @@ def test_block_rule_commits_whole_blocks_of_its_grid_only():
 
 
 def test_full_rule_lets_every_token_see_every_token():
+    """With the shift, a block's tokens are predicted by their left neighbours, the first by the context's last."""
     tokens, valid = prompts([5, 3])
     model = UncachedCausalLM(shared_lm("gpt2"), rule="full")
     _, text = model.prefill(tokens, valid)
@@ -94,7 +95,7 @@ def test_full_rule_lets_every_token_see_every_token():
         whole = torch.cat([tokens[row, 5 - length :], block[row]]).unsqueeze(0)
         mask = torch.ones(1, 1, length + 4, length + 4, dtype=torch.bool)
         with torch.no_grad():
-            expected = shared_lm("gpt2")(whole, attention_mask=mask).logits[0, length:]
+            expected = shared_lm("gpt2")(whole, attention_mask=mask).logits[0, length - 1 : -1]
         close("gpt2", got[row], expected)
 
 

@@ -194,9 +194,40 @@ def test_a_place_that_is_not_there_says_what_was_expected(tmp_path: Path) -> Non
         load_causal_lm(Path("smollm2"))  # a path is never the asset's name
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_causal_lm(tmp_path)
-    random_model("llama").save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", pretrained.SUPPORTED_ARCHITECTURES)
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, kind: str) -> None:
+    """transformers would make up an empty one for some of these types."""
+    saved(tmp_path, kind)
+    (tmp_path / "tokenizer.json").unlink()  # tokenizer_config.json alone has no vocabulary
+    with pytest.raises(CheckpointError, match=r"no tokenizer in this folder; expected one of tokenizer\.json"):
+        load_causal_lm(tmp_path)
+    write_tokenizer(tmp_path)
+    assert len(load_causal_lm(tmp_path)[1]) == 40
+
+
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match="tokenizer could not be loaded"):
         load_causal_lm(tmp_path)
+
+
+def test_a_pipeline_s_folder_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    from genkit.pipelines.block_diffusion import BlockDiffusionPipeline
+
+    model, tokenizer = saved(tmp_path / "lm"), write_tokenizer(tmp_path / "lm")
+    BlockDiffusionPipeline(model, tokenizer, mask_token_id=2).save_pretrained(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=r"is a pipeline, not a model; .*init_from.* model/ and tokenizer/"):
+        load_causal_lm(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match="no tokenizer in this folder"):
+        load_causal_lm(tmp_path / "pipe" / "model")
+    for name in ("model", "tokenizer"):  # the remedy
+        shutil.copytree(tmp_path / "pipe" / name, tmp_path / "one", dirs_exist_ok=True)
+    loaded, again = load_causal_lm(tmp_path / "one")
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    assert again("w3 w1 w4").input_ids == [3, 1, 4]
 
 
 def test_a_hub_id_is_downloaded_without_code_and_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from training import toys
 
 from genkit.errors import ConfigError
-from genkit.training import EMA, Trainer
+from genkit.training import EMA, Phase, Trainer
 from genkit.training.optim import learning_rate
 
 
@@ -83,6 +83,34 @@ def test_the_logged_rate_counts_updates_not_micro_batches(tmp_path, accumulation
     trainer = Trainer(toys.Regression(), toys.config(tmp_path, **settings), toys.make_data())
     rates = [entry.learning_rate for entry in trainer.train()]
     assert rates == [learning_rate(1e-2, k, 12, scheduler="cosine", warmup_steps=3) for k in range(12)]
+
+
+def test_a_phase_s_factor_scales_its_rate(tmp_path):
+    """Factors 0.5 and 0: the first phase is a run at half the rate, and in the second no weight moves."""
+
+    class Scaled(toys.Regression):
+        def __init__(self, *phases):
+            super().__init__()
+            self.phases_ = phases
+
+        def phases(self):
+            return self.phases_
+
+    def weights_and_rates(name, rate, *phases):
+        settings = toys.config(tmp_path / name, learning_rate=rate, lr_scheduler="cosine", warmup_steps=2, max_steps=9)
+        objective = Scaled(*phases)
+        trainer = Trainer(objective, settings, toys.make_data())
+        return zip(*[(toys.tensors(objective.net_), e.learning_rate) for e in trainer.train()], strict=True)
+
+    weights, rates = weights_and_rates("scaled", 1e-2, Phase("fit", 5, 0.5), Phase("rest", 4, 0.0))
+    expected = [learning_rate(5e-3, k, 5, scheduler="cosine", warmup_steps=2) for k in range(5)]
+    assert list(rates) == pytest.approx([*expected, 0.0, 0.0, 0.0, 0.0])
+    halved, _ = weights_and_rates("halved", 5e-3, Phase("fit", 5))
+    assert all(toys.same(a, b) for a, b in zip(weights[:5], halved, strict=True))
+    assert not toys.same(weights[3], weights[4])
+    assert all(toys.same(later, weights[4]) for later in weights[5:])
+    with pytest.raises(ConfigError, match="learning_rate_factor"):
+        Phase("fit", 5, -1.0)
 
 
 def test_rates_and_averages_by_network(tmp_path):

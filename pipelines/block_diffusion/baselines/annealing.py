@@ -1,6 +1,6 @@
 """Random-mask annealing towards full-sequence masked diffusion (the DiffuLLaMA and Dream line).
 
-Differs from its papers in: the ramp of the annealing is a share of this run's steps; the bound's 1/t weights are used.
+Differs from its papers in: the ramp of the annealing is a share of this run's steps; the bound's weights are exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from genkit._checks import checked_number
 from genkit.errors import ConfigError
 from genkit.models.attention import AttentionMask
 from genkit.pipelines.block_diffusion.masks import PADDING
-from genkit.pipelines.block_diffusion.objective import BlockDiffusionObjective, corrupt, predicted
+from genkit.pipelines.block_diffusion.objective import BlockDiffusionObjective, corrupt
+from genkit.pipelines.block_diffusion.scoring import grid_of, predicted
 from genkit.samplers.noise import Keys
 from genkit.training.objective import LossOutput
 
@@ -34,11 +35,12 @@ class AnnealingObjective(BlockDiffusionObjective):
         Others: as for :class:`BlockDiffusionObjective` (``curriculum`` gives the steps; block sizes are not used).
     """
 
-    def __init__(self, *args: Any, ramp: float = 0.5, **options: Any) -> None:
-        super().__init__(*args, **options)
-        if self.complementary or self.clean_rule != "causal":
+    def __init__(self, *args: Any, ramp: float = 0.5, ar_weight: float = 0.0, **options: Any) -> None:
+        super().__init__(*args, ar_weight=ar_weight, **options)
+        if self.complementary or self.clean_rule != "causal" or self.ar_weight:
             raise ConfigError(
-                "annealing has no clean half and no complement; expected clean_rule='causal', complementary=False"
+                "annealing has no clean half and no complement; expected clean_rule='causal', complementary=False, "
+                f"ar_weight=0; got {self.clean_rule!r}, {self.complementary}, {self.ar_weight}"
             )
         self.ramp = checked_number("ramp", ramp, "a share from 0 to 1", lambda value: 0.0 <= value <= 1.0)
 
@@ -50,11 +52,11 @@ class AnnealingObjective(BlockDiffusionObjective):
         pretraining = self._phases[0].steps if self._phases and self._phases[0].name == "ar" else 0
         if step < pretraining:
             return super().loss(turn, batch, step=step, keys=keys)
-        count = predicted(batch, self._plain_grid(batch, 1)).sum().clamp(min=1)
+        count = predicted(batch, grid_of(batch, 1)).sum().clamp(min=1)
         batch, filled = self._filled(batch, batch["tokens"].shape[1])
         tokens = batch["tokens"]
         rows, length = tokens.shape
-        grid = self._plain_grid(batch, length)
+        grid = grid_of(batch, length)
         (view,) = corrupt(
             keys,
             predicted(batch, grid) | filled,
