@@ -160,13 +160,14 @@ def _refuse_flex_on_cpu(mask: AttentionMask) -> None:
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """No dropout inside; afterwards each submodule is in the mode that it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        for module, mode in modes:
-            module.training = mode
+        for module in training:
+            module.training = True
 
 
 # --- does the model read the mask at all? -----------------------------------------------------------------------------

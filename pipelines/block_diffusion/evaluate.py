@@ -103,6 +103,9 @@ def arm_config(config: Config, arm: str, block_length: int, seed: int) -> Config
     if arm == "ar_base":  # does not depend on how it is adapted
         values["diffusion"] = DiffusionPart(block_length=1, curriculum=None).model_dump(mode="json")
     values["diffusion"] = {**values["diffusion"], "block_length": block_length, **ARMS[arm]}
+    curriculum = values["diffusion"]["curriculum"]
+    if curriculum and curriculum["sizes"] and curriculum["sizes"][-1] != block_length:
+        values["diffusion"]["curriculum"] = {**curriculum, "sizes": None}  # written for another block length
     first = config.pretraining.steps
     adaptation = (config.max_steps - first) * (2 if arm.endswith("@cost") else 1)
     if arm == "scratch":
@@ -168,16 +171,21 @@ def train_arm(config: Config, arm: str, block_length: int, seed: int, folder: Pa
     full = arm_config(config, arm, block_length, seed)
     base = None if arm == "scratch" else _base(config, seed)
     if arm == "ar_base" and base is not None:
-        return BlockDiffusionPipeline.from_pretrained(base)
+        return _quiet(BlockDiffusionPipeline.from_pretrained(base))
     first = full.pretraining.steps
     changes: dict[str, Any] = {"max_steps": full.max_steps - first, "init_from": None if base is None else str(base)}
     changes["pretraining"] = {**full.resolved()["pretraining"], "steps": 0}
     if arm == "ar_base":  # a pretrained model as it is
         recipe = build(full)
         recipe.save_pipeline(folder / "pipeline", recipe.objective.networks())
-        return BlockDiffusionPipeline.from_pretrained(folder / "pipeline")
+        return _quiet(BlockDiffusionPipeline.from_pretrained(folder / "pipeline"))
     adaptation = Config.model_validate({**full.resolved(), **changes})
     return cast(BlockDiffusionPipeline, train_pipeline(build(adaptation), adaptation, folder))
+
+
+def _quiet(pipe: BlockDiffusionPipeline) -> BlockDiffusionPipeline:
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
 
 
 def _measure_arm(values: Mapping[str, Any], arm: str, block_length: int, seed: int) -> list[ResultRow]:
@@ -324,7 +332,8 @@ def _tables(config: Config, rows: Sequence[ResultRow]) -> list[str]:
     for block_length in config.evaluation.block_lengths:
         chosen = [row for row in rows if row.setting in (_row_setting(block_length), _row_setting(1))]
         equal = [arm for arm in ARMS if not arm.endswith("@cost") and any(row.arm == arm for row in chosen)]
-        cost = [f"{arm}@cost" if f"{arm}@cost" in ARMS else arm for arm in equal]
+        dear = [f"{arm}@cost" if f"{arm}@cost" in ARMS else arm for arm in equal]
+        cost = [arm for arm in dear if any(row.arm == arm for row in chosen)]
         for title, arms in (("equal tokens", equal), ("equal forward cost", cost)):
             metrics = _metrics(config)
             tables.append(f"Block {block_length}, {title}:\n\n{summary_table(chosen, metrics, arms, digits=4)}")

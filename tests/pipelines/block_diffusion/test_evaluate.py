@@ -122,7 +122,7 @@ def measured(tmp_path_factory):
     """A small evaluation: its configuration, folder of results and table."""
     folder = tmp_path_factory.mktemp("evaluation")
     config = make(folder / "out")
-    for seed in (0, 1):  # here and not by a process more; which bases are missing is asked below
+    for seed in (0, 1):  # in this process, which saves starting another
         module._train_base(config.resolved(), seed)
     return config, folder / "results", evaluate(config, results_dir=folder / "results")
 
