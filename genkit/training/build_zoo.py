@@ -21,7 +21,7 @@ from genkit.errors import ConfigError, nearest
 from genkit.pipeline import load
 from genkit.registry import method_module
 from genkit.serialization import load_json
-from genkit.training.config_files import load_config
+from genkit.training.config_files import changed_keys, load_config
 from genkit.training.trainer import Trainer
 from genkit.zoo import ROOT, ZooEntry, add_to_zoo
 
@@ -103,12 +103,10 @@ def _check_run(config: Any, run: Path) -> None:
     """Refuses a run whose weights another configuration decided."""
     trained = type(config).model_validate(load_json(run / "config.json"))
     if trained.config_hash() != config.config_hash():
-        now = config.resolved()
-        changed = [
-            f"{key}: {value!r} there, {now.get(key)!r} in the command"
-            for key, value in trained.resolved().items()
-            if key not in config.unhashed and value != now.get(key)
-        ]
+        changed = changed_keys(trained.resolved(), config)
+        for key in sorted(config.free_on_resume - config.unhashed):  # a resumed run may change them, these weights not
+            if getattr(trained, key) != getattr(config, key):
+                changed.append(f"{key}: {getattr(trained, key)!r} there, {getattr(config, key)!r} in the command")
         raise ConfigError(f"{run} was trained with other settings than the zoo's command: {'; '.join(changed)}")
 
 
