@@ -34,7 +34,7 @@ out = parser.parse_known_args()[0].out
 pipe = genkit.load("zoo:tasks-block")
 pipe.set_progress_bar_config(disable=True)
 block_length = pipe.config["block_length"]
-held_out = VerifiableTasks(num_samples=300, split="test")
+held_out = VerifiableTasks(num_samples=600, split="test")
 problems = [held_out.problem(i) for i in range(len(held_out))]
 seed = 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import weakref
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
@@ -160,13 +161,18 @@ class _Adapter:
         return k <= q if self.rule == "causal" else (k == k) & (q == q)
 
 
+_CACHE_ARGUMENTS: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+
 def _cache_argument(model: nn.Module) -> str:
     """``cache`` since transformers 5.2x, ``past_key_values`` before; of the network inside, where one is wrapped."""
+    if model in _CACHE_ARGUMENTS:
+        return _CACHE_ARGUMENTS[model]
     for module in model.modules():
         names = inspect.signature(module.forward).parameters
         for name in ("cache", "past_key_values"):
             if name in names:
-                return name
+                return _CACHE_ARGUMENTS.setdefault(model, name)
     raise ConfigError(f"{type(model).__name__} takes no cache; use UncachedCausalLM")
 
 

@@ -192,13 +192,10 @@ def _plain_mask(
 def _build(grid: BlockGrid, clean_rule: CleanRule, noise_rule: NoiseRule) -> AttentionMask:
     n, block, document = grid.length, grid.block, grid.document
 
-    def at(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
-        return table[0 if len(table) == 1 else b, index]
-
     def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         q_clean, k_clean = q >= n, k >= n
         qi, ki = torch.where(q_clean, q - n, q), torch.where(k_clean, k - n, k)
-        qb, kb = at(block, b, qi), at(block, b, ki)
+        qb, kb = _at(block, b, qi), _at(block, b, ki)
         to_clean = kb < qb
         if noise_rule == "full":
             to_noisy, to_clean = qi == qi, qi != qi
@@ -206,22 +203,24 @@ def _build(grid: BlockGrid, clean_rule: CleanRule, noise_rule: NoiseRule) -> Att
             to_noisy = (qb == kb) & (ki <= qi) if noise_rule == "causal" else qb == kb
         among_clean = ki <= qi if clean_rule == "causal" else kb <= qb
         ok = (~q_clean & ~k_clean & to_noisy) | (~q_clean & k_clean & to_clean) | (q_clean & k_clean & among_clean)
-        qd, kd = at(document, b, qi), at(document, b, ki)
+        qd, kd = _at(document, b, qi), _at(document, b, ki)
         return (ok & (qd == kd) & (kd != PADDING)) | (q == k)  # padding sees itself: no row is empty
 
     return AttentionMask(predicate, grid.rows, 2 * n, 2 * n, grid.document.device)
+
+
+def _at(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    """``table`` (B or 1, L) at row b and ``index``."""
+    return table[0 if len(table) == 1 else b, index]
 
 
 def causal_mask(grid: BlockGrid, *, clean_rule: CleanRule = "causal") -> AttentionMask:
     """The mask of the clean half alone (L tokens): one ordinary pass, at half the cost of :func:`one_pass_mask`."""
     n, block, document = grid.length, grid.block, grid.document
 
-    def at(table: Tensor, b: Tensor, index: Tensor) -> Tensor:
-        return table[0 if len(table) == 1 else b, index]
-
     def predicate(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        ok = k <= q if clean_rule == "causal" else at(block, b, k) <= at(block, b, q)
-        qd, kd = at(document, b, q), at(document, b, k)
+        ok = k <= q if clean_rule == "causal" else _at(block, b, k) <= _at(block, b, q)
+        qd, kd = _at(document, b, q), _at(document, b, k)
         return (ok & (qd == kd) & (kd != PADDING)) | (q == k)
 
     return AttentionMask(predicate, grid.rows, n, n, grid.document.device)

@@ -172,14 +172,15 @@ class BlockDiffusionPipeline(GenkitPipeline):
         options = {"threshold": threshold, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         length = self.config["block_length"] if block_length is None else block_length
         tokens, valid = self._encode(prompt)
+        device = self._execution_device  # diffusers looks through all components for it
         if max_new_tokens is None:
             longest = getattr(self.model.config, "max_position_embeddings", None) or 128 + tokens.shape[1]
             max_new_tokens = max(min(128, longest - tokens.shape[1]), 1)
         with self.progress_bar(total=max_new_tokens) as bar:
             output = decode_blocks(
                 self._adapter(length),
-                tokens.to(self._execution_device),
-                valid.to(self._execution_device),
+                tokens.to(device),
+                valid.to(device),
                 mask_token_id=self.config["mask_token_id"],
                 block_length=length,
                 max_new_tokens=max_new_tokens,
