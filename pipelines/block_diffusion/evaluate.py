@@ -128,8 +128,7 @@ def _run_missing(config: Config, path: Path) -> None:
     bases = [
         Job(f"base of seed {seed}", _train_base, (values, seed)) for seed in needed if _base_is_missing(config, seed)
     ]
-    if bases:
-        measure_rows(bases, path, workers=run.workers, minutes=run.minutes)
+    measure_rows(bases, path, workers=run.workers, minutes=run.minutes)
     jobs = [Job(f"{cell[0]} block {cell[1]} seed {cell[2]}", _measure_arm, (values, *cell)) for cell in missing]
     measure_rows(jobs, path, workers=run.workers, minutes=run.minutes)
 
