@@ -1,4 +1,4 @@
-"""Measures of samples: tails, risk backtests, mode coverage, text."""
+"""Measures of samples: tails, risk backtests, mode coverage, text, several objectives."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from genkit._lazy import lazy_exports
 if TYPE_CHECKING:
     from genkit.metrics.modes import ModeCoverage as ModeCoverage
     from genkit.metrics.modes import mode_coverage as mode_coverage
+    from genkit.metrics.pareto import ParetoArchive as ParetoArchive
+    from genkit.metrics.pareto import epsilon_dominance_thinning as epsilon_dominance_thinning
+    from genkit.metrics.pareto import hypervolume as hypervolume
+    from genkit.metrics.pareto import non_dominated as non_dominated
     from genkit.metrics.risk import ChristoffersenTest as ChristoffersenTest
     from genkit.metrics.risk import TestResult as TestResult
     from genkit.metrics.risk import christoffersen as christoffersen
@@ -73,6 +77,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "value_at_risk_and_shortfall": ".risk",
         "ModeCoverage": ".modes",
         "mode_coverage": ".modes",
+        "ParetoArchive": ".pareto",
+        "epsilon_dominance_thinning": ".pareto",
+        "hypervolume": ".pareto",
+        "non_dominated": ".pareto",
         "distinct_n": ".text",
         "exact_match": ".text",
         "repetition_rate": ".text",

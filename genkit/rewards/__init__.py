@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from genkit.rewards.check import RewardCheck as RewardCheck
     from genkit.rewards.check import check_differentiable as check_differentiable
     from genkit.rewards.combine import WeightedSum as WeightedSum
+    from genkit.rewards.stack import StackedRewards as StackedRewards
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -30,6 +31,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "RewardCheck": ".check",
         "RewardOutput": ".base",
         "SquaredExceedance": ".analytic",
+        "StackedRewards": ".stack",
         "WeightedSum": ".combine",
         "check_differentiable": ".check",
         "reward_output": ".base",

@@ -16,5 +16,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "Transition": ".transition",
         "VPScheduler": ".vp",
         "WrappedNormalTransition": ".transition",
+        "WrappedScheduler": ".wrapped",
     },
 )

@@ -23,11 +23,11 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401  
 from diffusers.utils import BaseOutput
 from torch import Tensor
 
-from genkit._checks import check_generator, check_same_shape, checked_count, checked_number, got
+from genkit._checks import check_generator, check_same_shape, checked_count, checked_number, checked_shape, got
 from genkit.errors import ConfigError
 from genkit.schedulers.base import ConfiguredScheduler
 from genkit.schedulers.gaussian import Context, _as_time, _at_least_float32, _check_fit, _lacks_float64
-from genkit.schedulers.transition import CategoricalTransition, Noise
+from genkit.schedulers.transition import CategoricalTransition, Noise, expand_as
 
 __all__ = [
     "MaskedBlockScheduler",
@@ -141,6 +141,35 @@ class MaskedBlockScheduler(ConfiguredScheduler):
         masked_row = torch.where(classes == mask_id, log_stay, clean + log_move)
         kept_row = torch.where(classes == sample.unsqueeze(-1), 0.0, -math.inf).to(clean.dtype)
         return CategoricalTransition(torch.where((sample == mask_id).unsqueeze(-1), masked_row, kept_row))
+
+    def prior(self, keys: Noise, shape: Sequence[int], context: Context | None = None) -> Tensor:
+        """All positions masked, int64 (B, \\*shape): what a walk starts from; ``shape`` is one sample's.
+
+        Raises:
+            ConfigError: a scheduler without ``mask_token_id``.
+        """
+        one = keys.uniform(checked_shape("shape", shape, "the shape of one sample, a sequence of sizes"))
+        return torch.full_like(one, self._mask_id(None), dtype=torch.int64)
+
+    def mask_tokens(self, x0: Tensor, uniform: Tensor, t: Tensor | float) -> Tensor:
+        """x_t given x_0: the mask wherever a position's uniform number in [0, 1) is below t, int64 (B, \\*).
+
+        Args:
+            x0: clean tokens, int64 (B, \\*).
+            uniform: one number a position, (B, \\*), of the sample's own stream.
+            t: times, () or (B,).
+        """
+        _check_fit(None, "uniform", uniform, "x0", x0, t)
+        time = _as_time(t).to(uniform.device, uniform.dtype)
+        return torch.where(uniform < expand_as(time, uniform), self._mask_id(None), x0)
+
+    def to_x0(self, model_output: Tensor, t: Tensor | float, sample: Tensor, context: Context | None = None) -> Tensor:
+        """The most probable clean tokens, int64 (B, \\*): committed ones stay; the mask's own logit is not read."""
+        _check_logits(model_output, sample)
+        mask_id = self._mask_id(None)
+        classes = torch.arange(model_output.shape[-1], device=model_output.device)
+        best = model_output.masked_fill(classes == mask_id, -math.inf).argmax(dim=-1)
+        return torch.where(sample == mask_id, best, sample)
 
     def _check_transition(self, model_output: Any, t: Any, s: Any, sample: Any, eta: float | None) -> None:
         if eta is not None and eta != 1:
