@@ -402,6 +402,32 @@ def block_decoding_speed() -> Iterator[str]:
         yield from decoding_speed(model, rows, prompt=256, new=128)
 
 
+@part
+def crystal_search() -> Iterator[str]:
+    """The zoo's crystal model and a search on it: the CPU's network outputs and first rollouts, and leaves a second."""
+    import genkit
+
+    here, there = (genkit.load("zoo:proto8-crystal") for _ in range(2))
+    there = there.to("cuda")
+    keys = draw_keys(torch.Generator().manual_seed(0), 64)
+    state, t = here.codec.prior(keys), torch.linspace(0.05, 0.95, 64)
+    with torch.no_grad():
+        ours = here.model(state, t)
+        away = there.model({name: value.cuda() for name, value in state.items()}, t.cuda())
+    for name, value in ours.items():
+        require(difference(value, away[name]), 1e-3, f"the network's {name} on the device")
+    options = {"objectives": "density", "num_inference_steps": 32, "output_type": "pt", "slots": 64, "lam": 1.0}
+    rates = {}
+    for name, pipe in (("cpu", here), ("cuda", there)):
+        pipe.set_progress_bar_config(disable=True)
+        start = time.perf_counter()
+        found = pipe(1024, 64, generator=seeded(), **options)
+        rates[name] = found.diagnostics["network_calls"] / (time.perf_counter() - start)
+        assert int(found.valid.sum()) == 64, f"{64 - int(found.valid.sum())} of 64 delivered crystals are not valid"
+    print(f"   INFO network calls of a search a second: cpu {rates['cpu']:.0f}, cuda {rates['cuda']:.0f}")
+    yield from ()
+
+
 @contextmanager
 def timed(name: str) -> Iterator[None]:
     start = time.perf_counter()

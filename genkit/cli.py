@@ -197,26 +197,33 @@ def _checked_call(pipe: Any, call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_evaluate(commands: Any) -> None:
-    examples = "configs/heavy_tailed_flow/returns.yaml\nconfigs/heavy_tailed_flow/returns.yaml --table"
-    help = "measure the rows of a results table that are missing, and print it"
+    examples = (
+        "configs/heavy_tailed_flow/returns.yaml\nconfigs/heavy_tailed_flow/returns.yaml --table\n"
+        "structures.extxyz --hull self --reference proto8 --relax-steps 60\na.cif b.cif --hull entries.json --json"
+    )
+    help = "measure the rows of a results table that are missing, and print it; or measure files of samples"
     parser = _command(commands, "evaluate", help, _evaluate, examples)
-    parser.add_argument("config", metavar="CONFIG", help="a YAML configuration, or with --method a file of samples")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings in place of those in the file")
+    parser.add_argument("config", metavar="CONFIG", help="a YAML configuration, or a file of samples")
+    text = "settings in place of those in the file, or further files of samples"
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help=text)
     parser.add_argument("--table", action="store_true", help="only print the rows that are there")
-    parser.add_argument("--method", help="whose metrics judge a file of samples")
+    parser.add_argument("--method", help="whose metrics judge a file of samples (crystals are known by their ending)")
     parser.add_argument(
         "--results-dir", type=Path, default=Path("docs/results"), help="of the rows (default: %(default)s)"
     )
+    files = parser.add_argument_group("files of crystals (.extxyz, .xyz, .cif, .vasp, .poscar)")
+    files.add_argument("--hull", metavar="FILE", help="entries to be stable against (.json, .csv, .extxyz), or 'self'")
+    files.add_argument("--reference", metavar="FILE", help="known structures to be novel against, or 'proto8'")
+    files.add_argument("--relax-steps", type=_positive, metavar="N", help="relax first, by at most N steps")
+    files.add_argument("--json", dest="json_output", action="store_true", default=None, help="JSON, a row a structure")
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from genkit.registry import method_module
+    from genkit.registry import method_module, sample_method
 
-    if options.method is not None:
-        judge = getattr(method_module(options.method, "evaluate"), "evaluate_samples", None)
-        if judge is None:
-            raise ConfigError(f"method {options.method!r} does not judge files of samples; give its CONFIG instead.")
-        print(judge(Path(options.config)))
+    method = options.method or sample_method(options.config)
+    if method is not None:
+        print(_judged(method, options))
         return 0
     if Path(options.config).suffix not in {".yaml", ".yml"}:
         raise ConfigError(f"{options.config}: expected a .yaml configuration, or a file of samples with --method NAME.")
@@ -226,6 +233,22 @@ def _evaluate(options: argparse.Namespace) -> int:
     evaluate = method_module(config.method, "evaluate").evaluate
     print(evaluate(config, table_only=options.table, results_dir=options.results_dir))
     return 0
+
+
+def _judged(method: str, options: argparse.Namespace) -> str:
+    from genkit.registry import sample_judge
+
+    judge = sample_judge(method)
+    files = [Path(name) for name in (options.config, *options.overrides)]
+    names = ("hull", "reference", "relax_steps", "json_output")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    known = inspect.signature(judge).parameters
+    refused = [f"--{name.removesuffix('_output').replace('_', '-')}" for name in given if name not in known]
+    if len(files) > 1 and "paths" not in known:
+        refused.append(f"more than one file ({files[1]})")
+    if refused:
+        raise ConfigError(f"method {method!r} takes a file of samples, but not {', '.join(refused)}")
+    return judge(files[0] if len(files) == 1 else files, **given)
 
 
 # --- demo, zoo, assets ------------------------------------------------------------------------------------------------

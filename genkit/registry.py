@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 from genkit.errors import ConfigError, nearest
 
-__all__ = ["METHODS", "method_module", "method_names"]
+__all__ = ["METHODS", "SAMPLE_FILES", "method_module", "method_names", "sample_judge", "sample_method"]
 
 #: method name → package. A method's package has the modules ``config``, ``evaluate``, ``demo`` and ``pipeline``.
 METHODS = {
@@ -18,6 +20,9 @@ METHODS = {
     "crystal_tree_search": "genkit.pipelines.crystal_tree_search",
     "block_diffusion": "genkit.pipelines.block_diffusion",
 }
+
+#: method name → endings of files that are its samples and nobody else's; its package has a module ``files``.
+SAMPLE_FILES = {"crystal_tree_search": (".extxyz", ".xyz", ".cif", ".vasp", ".poscar")}
 
 
 def method_names() -> list[str]:
@@ -38,3 +43,22 @@ def method_module(name: str, part: str) -> ModuleType:
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"method {name!r} has no part {part!r} (module {module}).")
     return importlib.import_module(module)
+
+
+def sample_method(path: str | Path) -> str | None:
+    """The method whose samples a file is by its ending, or None."""
+    ending = Path(path).suffix.lower()
+    return next((name for name, endings in SAMPLE_FILES.items() if ending in endings), None)
+
+
+def sample_judge(name: str) -> Callable[..., str]:
+    """The function ``evaluate_samples(path, **options)`` of a method, which measures a file of samples.
+
+    Raises:
+        ConfigError: the method is unknown, or does not judge files.
+    """
+    module = method_module(name, "files" if name in SAMPLE_FILES else "evaluate")
+    judge: Callable[..., str] | None = getattr(module, "evaluate_samples", None)
+    if judge is None:
+        raise ConfigError(f"method {name!r} does not judge files of samples; give its CONFIG instead.")
+    return judge

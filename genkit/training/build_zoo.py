@@ -49,6 +49,8 @@ RECIPES = {
     "mixture2d-flow": ZooRecipe("heavy_tailed_flow", "configs/heavy_tailed_flow/mixture2d.yaml"),
     "tasks-block": ZooRecipe("block_diffusion", "configs/block_diffusion/addition.yaml"),
     "kjv-block": ZooRecipe("block_diffusion", "configs/block_diffusion/kjv.yaml", ("max_steps=3000",)),
+    "proto8-crystal": ZooRecipe("crystal_tree_search", "configs/crystal_tree_search/proto8.yaml"),
+    "proto8-diffcsp": ZooRecipe("crystal_tree_search", "configs/crystal_tree_search/proto8_diffcsp.yaml"),
 }
 
 

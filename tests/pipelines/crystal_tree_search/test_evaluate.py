@@ -1,0 +1,141 @@
+"""The evidence: equal budgets, what is measured and how often, hits and averages by hand, the tables."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from genkit.errors import ConfigError
+from genkit.metrics.results import ResultRow, append_rows
+from genkit.pipelines.crystal_tree_search import evaluate as module
+from genkit.pipelines.crystal_tree_search.config import Config
+from genkit.pipelines.crystal_tree_search.evaluate import ARMS, METHOD, evaluate, measure, row_hash, run_arm
+from genkit.pipelines.crystal_tree_search.pipeline import CrystalTreeSearchOutput
+from genkit.rewards import FunctionReward
+from genkit.training import load_config
+from tests.toy_crystals import alkali_halides
+
+CONFIGS = sorted((Path(__file__).resolve().parents[3] / "configs" / "crystal_tree_search").glob("*.yaml"))
+BUDGET = {"rollouts": 32, "num_samples": 8, "num_inference_steps": 6, "levels": 3, "slots": 4, "relax_steps": 0}
+
+
+def make(**evaluation):
+    chosen = {"seeds": 2, "space_groups": [225], "base": "somewhere", "workers": 1, **BUDGET, **evaluation}
+    return Config.model_validate({"output_dir": "out/none", "max_steps": 2, "evaluation": chosen})
+
+
+@pytest.fixture
+def cheap(toy_pipe, monkeypatch):
+    """The toy base, with minus the logarithm of the volume in place of the stability."""
+    volume = FunctionReward(lambda crystals, context: -torch.linalg.det(crystals["lattice"]).clamp(0.1, 1e5).log())
+    given = toy_pipe.reward
+
+    def reward(objective, space_group=None):
+        return volume if objective == "stability" else given(objective, space_group)
+
+    monkeypatch.setattr(toy_pipe, "reward", reward)
+    return toy_pipe
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if arm not in ("dts_multi", "dts_single", "reference")])
+def test_every_arm_stays_within_the_same_calls(cheap, arm):
+    output = run_arm(cheap, make(), arm, "stability", 0)
+    calls, budget = output.diagnostics["network_calls"], 32 * 6
+    assert len(output.ids) == 8
+    if arm in ("base", "cfg"):
+        assert calls == 8 * 6 * (1 + (arm == "cfg"))  # what is delivered, and nothing else
+    else:
+        assert budget - 2 * 6 <= calls <= budget
+    assert (output.diagnostics["proposal"] is not None) is (arm in module.GUIDED)
+
+
+def test_the_reference_has_eight_times_as_many_samples(cheap):
+    numbers = {name: value for name, value, _ in measure(cheap, make(), "reference", "stability", 0)}
+    assert numbers["network_calls"] == 8 * 32 * 6
+    assert {"tilted/log_z", "tilted/reward", "tilted/num_atoms"} <= numbers.keys() and "reward" not in numbers
+
+
+def test_fronts_are_measured_from_the_same_calls(cheap):
+    found = {}
+    for arm in module.PARETO_ARMS:
+        numbers = {name: value for name, value, _ in measure(cheap, make(), arm, "pareto", 0)}
+        assert 32 * 6 - 2 * 6 <= numbers["network_calls"] <= 32 * 6
+        found[arm] = numbers["hypervolume"]
+    assert len(found) == 2 and all(value >= 0.0 for value in found.values())
+
+
+def test_averages_under_the_tilted_law_are_those_of_the_weights(cheap):
+    output = run_arm(cheap, make(), "snis", "stability", 0)
+    everyone = output.tree.population
+    weights = everyone.log_weights.double().exp()
+    by_hand = float((weights * everyone.rewards[:, 0]).sum() / weights.sum())
+    numbers = {name: value for name, value, _ in module._tilted_numbers(output, 1.0)}
+    assert numbers["tilted/reward"] == pytest.approx(by_hand, abs=1e-9)
+    assert numbers["tilted/log_z"] == pytest.approx(float(weights.mean().log()), abs=1e-6)
+
+
+def test_hits_by_hand():
+    crystals = alkali_halides(40)
+    group = torch.where(crystals["lattice"][:, 0, 1].abs() > 1e-3, 225, 221)
+    assert 5 < int((group == 225).sum()) < 35
+    valid = torch.ones(40, dtype=torch.bool)
+    valid[group.eq(225).nonzero()[0, 0]] = False  # one of the hits was not judged
+    physical = {name: crystals[name] for name in ("lattice", "coordinates", "numbers", "mask")}
+    output = CrystalTreeSearchOutput(None, [], None, valid, [], physical, None, None, {"network_calls": 500})
+    numbers = {name: value for name, value, _ in module._hit_numbers(output, 225, 50)}
+    hits = int((group == 225).sum()) - 1
+    assert numbers["share/hits"] == pytest.approx(hits / 50)  # ten were not delivered
+    assert numbers["hits_per_1000_calls"] == pytest.approx(2.0 * hits)
+    assert 1 <= numbers["share/formulas"] * 50 <= min(hits, 12)
+
+
+def test_rows_are_told_apart_by_what_decides_them():
+    name = row_hash(make())
+    assert name == row_hash(make(seeds=5, arms=["base"], workers=2, minutes=9.0, space_groups=[1, 2]))
+    assert len({name, row_hash(make(rollouts=64)), row_hash(make(lam=3.0)), row_hash(make(base=None))}) == 4
+    other = make().model_copy(update={"learning_rate": 0.5})
+    assert row_hash(other) != name
+
+
+def test_cells():
+    cells = list(module._cells(make()))
+    assert len(cells) == len(set(cells)) == 2 * (8 + 5 + 2) + 1
+    assert ("reference", "stability", 0) in cells and ("dts_guided", "space_group 225", 1) in cells
+    assert list(module._cells(make(arms=["dts"], space_groups=[]))) == [("dts", "stability", s) for s in range(2)]
+    with pytest.raises(ConfigError, match="expected some of base"):
+        evaluate(make(arms=["dtss"]))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_committed_configurations_keep_few_slots_for_their_leaves(path):
+    budget = load_config(path, [], Config).evaluation
+    assert budget.slots <= budget.rollouts / 16 and budget.seeds >= 5 and budget.rollouts % budget.num_samples == 0
+
+
+def test_tables_from_rows(tmp_path):
+    config = make()
+    rows = []
+
+    def add(arm, setting, seed, metric, value):
+        rows.append(ResultRow(METHOD, arm, setting, row_hash(config), seed, metric, value, 8, 1.0))
+
+    for seed, (share, z) in enumerate(((0.25, -1.0), (0.75, -2.0))):
+        add("dts", "stability", seed, "share/sun", share)
+        for metric, value in (("tilted/log_z", z), ("tilted/reward", 0.5), ("tilted/num_atoms", 4.0)):
+            add("dts", "stability", seed, metric, value)
+        add("base", "space_group 225", seed, "share/hits", 0.125)
+        add("dts_multi", "pareto", seed, "hypervolume", 1.5)
+    for metric, value in (("tilted/log_z", -1.0), ("tilted/reward", 0.25), ("tilted/num_atoms", 4.0)):
+        add("reference", "stability", 0, metric, value)
+    stale = ResultRow(METHOD, "dts", "stability", "another", 0, "share/sun", 9.0, 8, 1.0)
+    path = tmp_path / METHOD / "proto8-matter.jsonl"
+    append_rows(path, [*rows, stale])
+    text = evaluate(config, table_only=True, results_dir=tmp_path)
+    assert "192 network calls an arm" in text and "0.500 ± 3.177" in text  # t(1) = 12.706 times .25
+    assert "space_group 225" in text and "1.500 ± 0.000" in text and "9.0" not in text
+    assert f"-1.5000, {math.sqrt(0.5):.4f}" in text and "0.5000, 0.2500" in text
+    with pytest.raises(ConfigError, match="holds no rows"):
+        evaluate(make(rollouts=64), table_only=True, results_dir=tmp_path)
