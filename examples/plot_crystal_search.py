@@ -47,7 +47,8 @@ def show(figure, name: str, note: str) -> None:
 plain = pipe(delivered, delivered, mode="base", generator=torch.Generator().manual_seed(seed), **settings)
 search = pipe(
     2048, delivered, mode="dts", lam=20.0, slots=16, max_network_calls=256 * 32,
-    generator=torch.Generator().manual_seed(seed), save_dir=None if out is None else out / "found", **settings,
+    generator=torch.Generator().manual_seed(seed), save_dir=None if out is None else out / "found",
+    resume=out is not None and (out / "found").exists(), **settings,
 )  # fmt: skip
 for name, output in (("plain samples", plain), ("search", search)):
     rewards = output.rewards[output.valid, 0]
@@ -62,10 +63,10 @@ for name, output in (("plain samples", plain), ("search", search)):
 # Its first level is the number of atoms, the second one noise; below, each line is a piece of the walk. Bright parts
 # lead to low energies and are visited more.
 with figure_style():
-    tree = draw_tree(search.tree, max_nodes=500)
+    tree = draw_tree(search.tree, max_nodes=400)
 show(tree, "tree.png", f"{search.diagnostics['leaves']} leaves")
 if out is not None:
-    interactive_tree(search.tree, max_nodes=500).write_html(out / "tree.html", include_plotlyjs="cdn")
+    interactive_tree(search.tree, max_nodes=400).write_html(out / "tree.html", include_plotlyjs="cdn")
 levels = zip(search.diagnostics["nodes_by_level"], search.diagnostics["visit_entropy_by_level"], strict=True)
 for depth, (nodes, entropy) in enumerate(levels, start=1):
     print(f"level {depth}: {nodes} nodes, entropy of the visits {entropy:.2f} of its maximum")

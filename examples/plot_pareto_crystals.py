@@ -76,11 +76,12 @@ show(fronts, "fronts.png", f"{calls} network calls each")
 # The front thinned to steps of 0.05 in both objectives. The same archive as an interactive picture names each crystal.
 tree = both.tree
 crystals = pipe.codec.decode(tree.leaves.states)
-front = both.archive.ids[both.archive.thinned(0.05)]
+place = {number: i for i, number in enumerate(tree.leaves.simulation.tolist())}  # leaves by the archive's numbers
+front = torch.tensor([place[i] for i in both.archive.ids[both.archive.thinned(0.05)].tolist()])
 labels = [f"{stability:.2f}, {scarcity:.2f}" for stability, scarcity in tree.leaves.rewards[front].tolist()]
 with figure_style():
     drawn = draw_crystals(take(crystals, front[:8]), labels[:8])
 show(drawn, "front_crystals.png", "stability, scarcity")
 if out is not None:
-    texts = [reduced_formula(crystals["numbers"][i].tolist()) for i in both.archive.ids.tolist()]
+    texts = [reduced_formula(crystals["numbers"][place[i]].tolist()) for i in both.archive.ids.tolist()]
     interactive_front(both.archive.values, names, texts).write_html(out / "front.html", include_plotlyjs="cdn")

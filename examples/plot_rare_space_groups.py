@@ -72,7 +72,7 @@ for name, options in arms.items():
     line = f"{name:16s} {hits.value:.2f} [{hits.low:.2f}, {hits.high:.2f}] hits of {delivered} delivered"
     line += f", {output.diagnostics['network_calls']} calls"
     if name == "guided search":
-        weights = [w for w in output.diagnostics["mean_weight_by_level"] if w == w]
+        weights = output.diagnostics["mean_weight_by_level"][2:]  # behind the number of atoms and the noise
         line += f", mean weight {sum(weights) / len(weights):.2f}"
     print(line)
     outputs[name] = (output, group)

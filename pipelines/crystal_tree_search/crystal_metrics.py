@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -397,6 +397,16 @@ class _Evaluation:
 
     def _relaxed(self, potential: Potential, settings: RelaxationSettings) -> None:
         found = relax(self.crystals, potential, settings, select=self.flags["valid"])
+        collapsed = ~check_validity(found.crystals, self.rules).mask.cpu() | (
+            found.energy.abs() >= self.rules.max_energy
+        )
+        self.counts["relaxation/collapsed"] = int((found.valid & collapsed).sum())
+        found = replace(
+            found,
+            valid=found.valid & ~collapsed,
+            energy=found.energy.masked_fill(collapsed, math.nan),
+            rmsd=found.rmsd.masked_fill(collapsed, math.nan),
+        )
         self.relaxation, self.judged, self.energy = found, found.crystals, found.energy
         self.flags["relaxed"] = found.converged
         self.counts["relaxation/given_up"] = len(found.failures)

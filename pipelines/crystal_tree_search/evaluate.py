@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,17 +24,23 @@ from genkit.metrics.pareto import hypervolume
 from genkit.metrics.results import ResultRow, mean_interval, read_rows, summary_table
 from genkit.pipeline import load
 from genkit.pipelines.crystal_tree_search.config import Config, build
-from genkit.pipelines.crystal_tree_search.crystal_metrics import CrystalEvaluation, evaluate_structures
+from genkit.pipelines.crystal_tree_search.crystal_metrics import (
+    CrystalEvaluation,
+    MetricSettings,
+    evaluate_structures,
+)
 from genkit.pipelines.crystal_tree_search.pipeline import CrystalTreeSearchOutput, CrystalTreeSearchPipeline
 from genkit.pipelines.crystal_tree_search.potentials import Potential
-from genkit.pipelines.crystal_tree_search.proto8 import Proto8
+from genkit.pipelines.crystal_tree_search.proto8 import Proto8, proto8_sha256
 from genkit.pipelines.crystal_tree_search.relaxation import RelaxationSettings
 from genkit.pipelines.crystal_tree_search.rewards import SpaceGroupReward
 from genkit.pipelines.crystal_tree_search.structures import take
 from genkit.pipelines.crystal_tree_search.symmetry import space_group_ladder
+from genkit.pipelines.crystal_tree_search.validity import ValidityRules
 from genkit.samplers.tree.objectives import Directions
-from genkit.serialization import canonical_hash
+from genkit.serialization import MANIFEST, canonical_hash, file_sha256
 from genkit.training.arms import Job, measure_rows, train_pipeline
+from genkit.zoo import list_zoo
 
 __all__ = ["ARMS", "evaluate", "headline", "measure", "run_arm"]
 
@@ -83,9 +91,22 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
 
 
 def row_hash(config: Config) -> str:
-    """Of everything that decides a row but arm, setting and seed: the base's training and the budget."""
+    """Of everything that decides a row but arm, setting and seed: the base, the set, the thresholds and the budget."""
     budget = config.evaluation.model_dump(mode="json", exclude={"seeds", "arms", "space_groups", "workers", "minutes"})
-    return canonical_hash({"base": config.config_hash(), "budget": budget})
+    rules = {"metrics": asdict(MetricSettings()), "validity": asdict(ValidityRules())}
+    parts = {"training": config.config_hash(), "base": _weights(config), "set": proto8_sha256(), "budget": budget}
+    return canonical_hash(parts | rules)
+
+
+def _weights(config: Config) -> str | None:
+    """The hash of the base's files, which a retrained base changes; None where it is trained by this very file."""
+    base = config.evaluation.base
+    if base is None:
+        return None
+    if base.startswith("zoo:"):
+        return next((entry.sha256 for entry in list_zoo() if entry.name == base.removeprefix("zoo:")), None)
+    path = Path(base) / MANIFEST
+    return file_sha256(path) if path.is_file() else None
 
 
 def _cells(config: Config) -> Iterator[tuple[str, str, int]]:
@@ -197,15 +218,21 @@ def measure(
         return
     if output.valid.any():
         yield "reward", float(output.rewards[output.valid, 0].mean()), int(output.valid.sum())
-    weights = [w for w in report.get("mean_weight_by_level", ()) if w is not None and math.isfinite(w)]
-    if weights and arm in GUIDED:
-        yield "mean_weight", sum(weights) / len(weights), len(weights)
+    if arm == "dts_guided":
+        yield _mean_weight(output)
     asked = config.evaluation.num_samples
     if setting == "stability":
         found = assess(output.crystals, pipe, config.evaluation.relax_steps)
         yield from _rate_numbers(found, asked, float(report["network_calls"]))
     else:
         yield from _hit_numbers(output, int(setting.removeprefix("space_group ")), asked)
+
+
+def _mean_weight(output: CrystalTreeSearchOutput) -> tuple[str, float, int]:
+    """The mean of p/q over all edges of the walk (the number of atoms and the noise are drawn from the base's)."""
+    store = output.tree.store
+    edges = store.depth[: store.size] > 2
+    return "mean_weight", float(np.exp(store.log_weight[: store.size][edges]).mean()), int(edges.sum())
 
 
 def assess(
@@ -316,13 +343,16 @@ def headline(pipe: CrystalTreeSearchPipeline, config: Config) -> tuple[str, floa
 
 def _tables(config: Config, rows: Sequence[ResultRow]) -> list[str]:
     calls = config.evaluation.rollouts * config.evaluation.num_inference_steps
-    tables = [f"{config.data.name}, {config.family}: mean ± 95 % interval over seeds; {calls} network calls an arm."]
+    tables = [
+        f"{config.data.name}, {config.family}: mean ± 95 % interval over seeds; at most {calls} network calls an arm "
+        "(base and cfg walk what they deliver, no more).",
+    ]
     metrics = {
         "stability": [f"share/{n}" for n in ("valid", "stable", "unique", "novel", "sun")]
         + ["sun_per_1000_calls", "above_hull", "reward", "rmsd", "network_calls", "reward_calls"],
         "pareto": ["hypervolume", "network_calls"],
     }
-    symmetry = ["share/hits", "share/formulas", "share/valid", "hits_per_1000_calls", "mean_weight", "reward_calls"]
+    symmetry = ["share/hits", "share/formulas", "share/valid", "hits_per_1000_calls", "mean_weight", "network_calls"]
     for setting in dict.fromkeys(row.setting for row in rows):
         chosen = [row for row in rows if row.setting == setting]
         arms = [arm for arm in ARMS if arm != "reference" and any(row.arm == arm for row in chosen)]

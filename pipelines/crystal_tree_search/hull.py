@@ -443,6 +443,8 @@ def _json_entry(row: Any, where: str) -> HullEntry:
     if not isinstance(amounts, Mapping) or not amounts:
         raise ConfigError(f"{where} has {sorted(row)}; expected a composition or a formula")
     composition = tuple((_element(symbol), _number(amount, where)) for symbol, amount in amounts.items())
+    if min(amount for _, amount in composition) <= 0.0:
+        raise ConfigError(f"{where} has the amounts {dict(amounts)}; expected numbers above 0")
     total = sum(amount for _, amount in composition)
     if row.get("energy_per_atom") is not None:
         energy = _number(row["energy_per_atom"], where)

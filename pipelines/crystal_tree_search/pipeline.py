@@ -7,9 +7,10 @@ folder's README.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from genkit.pipelines.crystal_tree_search.model import CrystalTransformer
 from genkit.pipelines.crystal_tree_search.potentials import CHGNetPotential, Potential
 from genkit.pipelines.crystal_tree_search.reward_pool import RewardPool
 from genkit.pipelines.crystal_tree_search.rewards import (
+    CrystalReward,
     DensityReward,
     FormationEnergyReward,
     ScarcityReward,
@@ -34,8 +36,9 @@ from genkit.pipelines.crystal_tree_search.rewards import (
 )
 from genkit.pipelines.crystal_tree_search.state import CrystalCodec
 from genkit.pipelines.crystal_tree_search.structures import to_structures, write_cifs, write_extxyz
-from genkit.rewards import FunctionReward, Reward, RewardOutput
+from genkit.rewards import Reward, RewardOutput
 from genkit.rewards.stack import StackedRewards
+from genkit.samplers.noise import draw_keys
 from genkit.samplers.tree.chain import Chain
 from genkit.samplers.tree.engine import MODES, SearchOptions, TreeSearch
 from genkit.samplers.tree.objectives import PerObjective
@@ -44,6 +47,7 @@ from genkit.samplers.tree.proposals import GuidedProposal, tune_guidance
 from genkit.samplers.tree.result import TreeResult
 from genkit.samplers.tree.rows import take
 from genkit.schedulers.product import ProductScheduler
+from genkit.serialization import load_json, save_json
 
 __all__ = ["OBJECTIVES", "CrystalTreeSearchOutput", "CrystalTreeSearchPipeline", "DecodedReward"]
 
@@ -102,6 +106,30 @@ class DecodedReward(Reward):
         return self.reward(self.codec.decode(sample), context)
 
 
+class FunctionOfCrystals(CrystalReward):
+    """A function (crystals, context) → values (B,) as a reward that is asked about valid crystals only.
+
+    Args:
+        function: what judges; NaN where it cannot tell.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+
+    def judge(self, crystals: Mapping[str, Tensor], valid: Tensor, context: Any) -> tuple[Tensor, dict[str, Any]]:
+        """See :class:`.rewards.CrystalReward`."""
+        rows = torch.nonzero(valid).squeeze(1)
+        values = torch.full((len(valid),), math.nan, dtype=torch.float64, device=valid.device)
+        if len(rows):
+            values[rows] = torch.as_tensor(self.function(take(crystals, rows), context)).to(values)
+        return values, {}
+
+    def __repr__(self) -> str:
+        return f"FunctionOfCrystals({self.name})"
+
+
 class CrystalTreeSearchPipeline(GenkitPipeline):
     """Searches the chain of a frozen crystal diffusion model for stable, symmetric or otherwise wanted crystals.
 
@@ -133,7 +161,7 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         if isinstance(objective, Reward):
             return objective
         if callable(objective):
-            return FunctionReward(objective)
+            return FunctionOfCrystals(objective)
         if objective not in OBJECTIVES:
             known = ", ".join(OBJECTIVES)
             raise ConfigError(
@@ -197,6 +225,7 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         max_network_calls: int | None = None,
         reward_processes: int = 0,
         reward_timeout: float | None = None,
+        save_every: int | None = None,
         search_options: Mapping[str, Any] | None = None,
         generator: torch.Generator | None = None,
         save_dir: str | Path | None = None,
@@ -235,6 +264,7 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
             reward_processes: judge in so many processes; 0: in this one.
             reward_timeout: seconds a batch of the reward may take before its crystals count as invalid (needs a
                 process of its own, which it gets); None: any time.
+            save_every: rollouts between the saves in ``save_dir`` (None: a sixteenth of them, at most 1000).
             search_options: further options of :class:`~genkit.samplers.tree.engine.SearchOptions`, or of the baseline.
             generator: gives the search its key.
             save_dir: folder for the search's saves, and for the result: ``structures.extxyz`` and ``cif/``.
@@ -246,7 +276,7 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
             ConfigError: an impossible argument; the message names it.
         """
         mode = {"dts*": "dts_star"}.get(mode, mode)
-        self._check_call(mode, output_type, save_dir, resume, guidance_scale)
+        self._check_call(mode, output_type, save_dir, resume, guidance_scale, max_network_calls)
         num_inference_steps = 64 if num_inference_steps is None and times is None else num_inference_steps
         condition = self._checked_condition(condition, space_group)
         names, reward = self._objectives(objectives, space_group)
@@ -264,11 +294,14 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         )
         pilot_calls = 0
         if chain.proposal is not None and guidance_scale == "auto":
-            proposal, pilot_calls = tune_guidance(chain, generator=generator, device=self._execution_device)
+            generator, pilot = (_seeded(key) for key in draw_keys(generator, 2).key.tolist())
+            proposal, pilot_calls = tune_guidance(chain, generator=pilot, device=self._execution_device)
             chain = chain.with_proposal(proposal)
+            max_network_calls = None if max_network_calls is None else max(1, max_network_calls - pilot_calls)
         known = all(name in OBJECTIVES for name in names)  # another reward may have any range
         options = {"floor": FLOOR if known else -math.inf, **(search_options or {})}
         if mode not in POPULATIONS:
+            _check_options(options, [f.name for f in fields(SearchOptions)], mode)
             if scalarisation is None and len(names) > 1:
                 scalarisation = PerObjective(len(names))
             settings: dict[str, Any] = {"lam": lam, "widening": widening, "min_visits": min_visits, "slots": slots}
@@ -284,13 +317,19 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
                 found = self._population(mode, chain, judge, num_rollouts, num_samples, lam, slots, generator, options)
             else:
                 search = TreeSearch.on_chain(chain, judge, SearchOptions(mode=mode, **settings))
-                found = self._search(search, num_rollouts, num_samples, generator, save_dir, resume)
+                told = {"objectives": [f"{n}: {one!r}" for n, one in zip(names, _parts(reward), strict=True)]}
+                told |= {"formula": formula, "condition": condition, "codec": dict(self.codec.config)}
+                saves = None if save_dir is None else _record(Path(save_dir), told, resume)
+                every = max(1, min(1000, num_rollouts // 16)) if save_every is None else save_every
+                found = self._search(search, num_rollouts, num_samples, generator, saves, resume, every)
             found["report"]["pilot_calls"] = pilot_calls
             found["report"]["reward_failures"] = [asdict(failure) for failure in pool.failures[:100]]
         output = self._output(found, names, chain, output_type, save_dir)
         return output if return_dict else output.to_tuple()
 
-    def _check_call(self, mode: str, output_type: str, save_dir: Any, resume: bool, guidance_scale: Any) -> None:
+    def _check_call(
+        self, mode: str, output_type: str, save_dir: Any, resume: bool, guidance_scale: Any, max_network_calls: Any
+    ) -> None:
         known = (*MODES, *POPULATIONS)
         if mode not in known:
             raise ConfigError(f"mode={mode!r}; expected one of {', '.join(known)}.{nearest(str(mode), known)}")
@@ -298,10 +337,12 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
             raise ConfigError(f"output_type={output_type!r}; expected 'pymatgen', 'ase' or 'pt'")
         if mode in POPULATIONS and (save_dir is not None or resume):
             raise ConfigError(f"mode={mode!r} does not save on its way; leave save_dir and resume out")
+        if mode in POPULATIONS and max_network_calls is not None:
+            raise ConfigError(
+                f"mode={mode!r} makes num_rollouts walks; leave max_network_calls out, it limits searches"
+            )
         if isinstance(guidance_scale, str) and guidance_scale != "auto":
             raise ConfigError(f"guidance_scale={guidance_scale!r}; expected a number, one for each level, or 'auto'")
-        if guidance_scale == "auto" and resume:
-            raise ConfigError("guidance_scale='auto' would be found anew; give resume=True the scales of the first run")
 
     def _checked_condition(self, condition: Mapping[str, int] | None, space_group: int | None) -> dict[str, int]:
         """The entries of the condition, each known to the network."""
@@ -336,20 +377,21 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         pairs = zip(several, rewards, strict=True)
         names = [one if isinstance(one, str) else getattr(made, "name", repr(made)) for one, made in pairs]
         if len(set(names)) < len(names):
-            raise ConfigError(f"objectives names {names}; expected each once")
+            raise ConfigError(
+                f"objectives names {names}; expected each once (FunctionReward(f, name=...) names a function)"
+            )
         return names, rewards[0] if len(rewards) == 1 else StackedRewards(dict(zip(names, rewards, strict=True)))
 
     # ---- walks ---------------------------------------------------------------------------------------------------
 
     def _search(
-        self, search: TreeSearch, num_rollouts: int, num: int, generator: Any, save_dir: Any, resume: bool
+        self, search: TreeSearch, num_rollouts: int, num: int, generator: Any, folder: Any, resume: bool, every: int
     ) -> dict[str, Any]:
         shown = not self._progress_bar_disabled()
-        folder = None if save_dir is None else Path(save_dir) / "search"
-        result = search.run(num_rollouts, generator, save_dir=folder, resume=resume, progress=shown)
+        result = search.run(num_rollouts, generator, save_dir=folder, resume=resume, save_every=every, progress=shown)
         leaves = result.best(num) if search.options.mode == "dts_star" and result.leaves.rewards.shape[1] == 1 else None
         if leaves is None:
-            leaves = result.sample_distinct(num, torch.Generator().manual_seed(result.key % 2**63))
+            leaves = result.sample_distinct(num, _seeded(result.key))
         found = {"states": leaves.states, "rewards": leaves.rewards, "valid": leaves.valid, "tree": result}
         return found | {"ids": [f"leaf-{i:06d}" for i in leaves.simulation.tolist()], "report": result.diagnostics()}
 
@@ -422,6 +464,42 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         return bool(getattr(self, "_progress_bar_config", {}).get("disable", False))
 
 
+def _parts(reward: Reward) -> list[Reward]:
+    return list(reward.rewards.values()) if isinstance(reward, StackedRewards) else [reward]
+
+
+def _record(folder: Path, told: Mapping[str, Any], resume: bool) -> Path:
+    """The folder of the search's saves; what the call asked for stands beside it, and a resumed one must ask the same.
+
+    Raises:
+        ConfigError: ``resume`` with other objectives, formula, condition or codec than the first call had.
+    """
+    path = folder / "call.json"
+    if resume and path.is_file():
+        first, now = load_json(path), json.loads(json.dumps(told, default=str))
+        for name in now:
+            if first.get(name) != now[name]:
+                raise ConfigError(
+                    f"the search in {folder} has {name}={first.get(name)!r}, this call {now[name]!r}; resume it with "
+                    "the same arguments, or choose another save_dir"
+                )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_json(path, json.loads(json.dumps(told, default=str)))
+    return folder / "search"
+
+
+def _check_options(options: Mapping[str, Any], known: Sequence[str], mode: str) -> None:
+    for name in options:
+        if name not in known:
+            expected = ", ".join(sorted(known))
+            raise ConfigError(f"search_options has {name!r}; mode={mode!r} knows {expected}.{nearest(name, known)}")
+
+
+def _seeded(key: int) -> torch.Generator:
+    return torch.Generator().manual_seed(key % 2**63)
+
+
 def _distinct(result: PopulationResult, num: int, generator: torch.Generator | None) -> Tensor:
     """Rows drawn by their weights without repetition (Gumbel top-k)."""
     usable = torch.nonzero(result.valid & (result.log_weights > -math.inf)).squeeze(1)
@@ -438,6 +516,9 @@ def write_structures(output: CrystalTreeSearchOutput, folder: str | Path) -> Non
     columns = {f"reward_{i}": output.rewards[kept, i].tolist() for i in range(output.rewards.shape[1])}
     write_extxyz(Path(folder) / "structures.extxyz", crystals, ids, columns, overwrite=True)
     write_cifs(Path(folder) / "cif", crystals, ids, overwrite=True)
+    for path in (Path(folder) / "cif").glob("*-??????.cif"):
+        if path.stem not in ids:  # of an earlier call that delivered more
+            path.unlink()
 
 
 def _as_type(crystals: dict[str, Tensor], output_type: str) -> Any:
@@ -451,13 +532,14 @@ def _as_type(crystals: dict[str, Tensor], output_type: str) -> Any:
 
 
 def _archive(tree: Any, objectives: int) -> ParetoArchive | None:
-    """Everything that was judged, by the numbers of the leaves."""
+    """Everything valid that was judged, under the numbers that the crystals' names have."""
     if objectives < 2:
         return None
     archive = ParetoArchive(objectives)
     judged: Any = tree.leaves if isinstance(tree, TreeResult) else tree.population
     weights = judged.log_weight if isinstance(tree, TreeResult) else judged.log_weights
     rows = torch.nonzero(judged.valid).squeeze(1)
+    ids = judged.simulation if isinstance(tree, TreeResult) else torch.arange(len(judged.valid))
     if len(rows):
-        archive.add(judged.rewards[rows], ids=rows, log_weights=weights[rows])
+        archive.add(judged.rewards[rows], ids=ids[rows], log_weights=weights[rows])
     return archive

@@ -17,6 +17,7 @@ from genkit.pipelines.crystal_tree_search.hull import element_symbols
 from genkit.pipelines.crystal_tree_search.proto8 import reduced_formula
 from genkit.plotting import COLOURS
 from genkit.samplers.tree.result import TreeResult
+from genkit.samplers.tree.store import NodeStore
 
 __all__ = ["draw_crystals", "draw_fronts", "draw_rewards", "draw_tree", "interactive_front", "interactive_tree"]
 
@@ -29,16 +30,14 @@ _VIEW = np.array([[0.94, 0.34, 0.0], [-0.12, 0.33, 0.94], [0.32, -0.88, 0.35]]) 
 
 
 def _layout(result: TreeResult, tree: int, most: int) -> dict[str, np.ndarray]:
-    """Nodes of a tree that are drawn (the ``most`` visited), their places, parents, values and visits.
+    """Nodes of a tree that are drawn (the paths to its best leaves, ``most`` nodes), their places, parents, values and visits.
 
     x is the middle of a node's children in depth-first order, y the depth, downwards.
     """
     store = result.store
     if not 0 <= tree < store.trees:
         raise ConfigError(f"tree={tree}; expected 0 to {store.trees - 1}")
-    known = np.flatnonzero((store.tree[: store.size] == tree) & (store.visits[: store.size] > 0))
-    by_visits = known[np.lexsort((known, store.depth[known], -store.visits[known].astype(np.int64)))]
-    kept = set(by_visits[: checked_count("max_nodes", most)].tolist()) | {tree}
+    kept = _best_paths(store, tree, result.policy.leaf_depth, checked_count("max_nodes", most))
     place: dict[int, float] = {}
     free = 0.0
     stack = [(tree, False)]
@@ -64,13 +63,31 @@ def _layout(result: TreeResult, tree: int, most: int) -> dict[str, np.ndarray]:
     }
 
 
-def draw_tree(result: TreeResult, *, tree: int = 0, max_nodes: int = 600) -> Any:
+def _best_paths(store: NodeStore, tree: int, leaf_depth: int, most: int) -> set[int]:
+    """The root, and the nodes on the paths to the leaves of highest value that fit into ``most`` nodes."""
+    leaves = np.flatnonzero(
+        (store.tree[: store.size] == tree)
+        & (store.visits[: store.size] > 0)
+        & (store.depth[: store.size] == leaf_depth)
+    )
+    kept = {tree}
+    for leaf in leaves[np.argsort(-store.values[leaves, 0], kind="stable")].tolist():
+        path = [leaf]
+        while store.parent[path[-1]] >= 0:
+            path.append(int(store.parent[path[-1]]))
+        if len(kept | set(path)) > most:
+            break
+        kept |= set(path)
+    return kept
+
+
+def draw_tree(result: TreeResult, *, tree: int = 0, max_nodes: int = 400) -> Any:
     """A tree from the root down: lines are macro-edges, colour is the soft value, size the visits.
 
     Args:
         result: of a search.
         tree: which one.
-        max_nodes: the most visited ones are drawn.
+        max_nodes: the paths to the best leaves are drawn, as many as fit.
 
     Raises:
         ConfigError: no such tree.
@@ -98,7 +115,7 @@ def draw_tree(result: TreeResult, *, tree: int = 0, max_nodes: int = 600) -> Any
     return figure
 
 
-def interactive_tree(result: TreeResult, *, tree: int = 0, max_nodes: int = 600) -> Any:
+def interactive_tree(result: TreeResult, *, tree: int = 0, max_nodes: int = 400) -> Any:
     """The same as a plotly figure: pointing at a node shows its value, visits and number."""
     import plotly.graph_objects as go
 

@@ -37,6 +37,7 @@ __all__ = [
     "in_test_split",
     "load_hull",
     "metadata",
+    "proto8_sha256",
     "reduced_formula",
     "stability_bin",
 ]
@@ -51,6 +52,11 @@ def _table() -> dict[str, np.ndarray]:
     packed = files(__package__).joinpath("proto8.npz").read_bytes()
     with np.load(io.BytesIO(packed)) as table:  # plain arrays only: numpy refuses all else unless asked
         return {name: table[name] for name in table.files}
+
+
+def proto8_sha256() -> str:
+    """The hash of the packed set."""
+    return hashlib.sha256(files(__package__).joinpath("proto8.npz").read_bytes()).hexdigest()
 
 
 def metadata() -> dict[str, Any]:

@@ -193,13 +193,18 @@ def search_settings(search: Any, num_rollouts: int, cond: Any, context: Any) -> 
         "scheduler": fingerprint(getattr(chain, "scheduler", chain)),
         "eta": getattr(chain, "eta", None),
         "reward": fingerprint(search.reward) if plain else repr(search.reward),
-        "proposal": None if proposal is None else repr(proposal.describe()),
+        "proposal": None if proposal is None else _proposal(proposal),
         "times": None if times is None else digest({"times": times}),
         "levels": [chain.first_step(depth) for depth in range(chain.num_stages, chain.leaf_depth + 1)],
         "num_stages": chain.num_stages,
         "cond": digest(cond),
         "context": digest(context),
     }
+
+
+def _proposal(proposal: Any) -> str:
+    told = [digest(getattr(proposal, name, None)) for name in ("cond", "null")]
+    return f"{proposal.describe()!r} {canonical_hash(told)[:16]}"
 
 
 def _describe(objectives: Any) -> str | None:

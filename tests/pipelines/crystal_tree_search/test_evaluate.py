@@ -30,7 +30,11 @@ def make(**evaluation):
 @pytest.fixture
 def cheap(toy_pipe, monkeypatch):
     """The toy base, with minus the logarithm of the volume in place of the stability."""
-    volume = FunctionReward(lambda crystals, context: -torch.linalg.det(crystals["lattice"]).clamp(0.1, 1e5).log())
+
+    def small(crystals, context):
+        return -0.05 * torch.linalg.det(crystals["lattice"]).clamp(0.1, 1e5).log()
+
+    volume = FunctionReward(small)
     given = toy_pipe.reward
 
     def reward(objective, space_group=None):
@@ -41,7 +45,7 @@ def cheap(toy_pipe, monkeypatch):
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm not in ("dts_multi", "dts_single", "reference")])
-def test_every_arm_stays_within_the_same_calls(cheap, arm):
+def test_no_arm_exceeds_the_budget_and_searches_use_it(cheap, arm):
     output = run_arm(cheap, make(), arm, "stability", 0)
     calls, budget = output.diagnostics["network_calls"], 32 * 6
     assert len(output.ids) == 8
@@ -64,7 +68,7 @@ def test_fronts_are_measured_from_the_same_calls(cheap):
         numbers = {name: value for name, value, _ in measure(cheap, make(), arm, "pareto", 0)}
         assert 32 * 6 - 2 * 6 <= numbers["network_calls"] <= 32 * 6
         found[arm] = numbers["hypervolume"]
-    assert len(found) == 2 and all(value >= 0.0 for value in found.values())
+    assert len(found) == 2 and all(value > 0.0 for value in found.values())
 
 
 def test_averages_under_the_tilted_law_are_those_of_the_weights(cheap):

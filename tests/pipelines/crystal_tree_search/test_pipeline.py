@@ -11,6 +11,7 @@ import genkit
 from genkit.errors import ConfigError
 from genkit.pipelines.crystal_tree_search.pipeline import POPULATIONS
 from genkit.pipelines.crystal_tree_search.structures import read_extxyz
+from genkit.pipelines.crystal_tree_search.validity import check_validity
 from genkit.rewards import FunctionReward
 from genkit.samplers.tree import Directions
 
@@ -36,9 +37,10 @@ SMALL = {"num_inference_steps": 6, "levels": 3, "slots": 4, "output_type": "pt"}
 def test_every_mode_delivers_distinct_judged_crystals(toy_pipe, mode):
     output = toy_pipe(32, 8, mode=mode, objectives=volume, lam=1.0, generator=seeded(), **SMALL)
     assert len(output.ids) == len(set(output.ids)) == len(output.rewards) == 8
-    assert output.valid.all()
     again = volume(output.crystals, None).double()
-    torch.testing.assert_close(output.rewards[:, 0], again, rtol=0.0, atol=0.0)  # the rewards are those of the crystals
+    valid = check_validity(output.crystals).mask
+    assert torch.equal(output.valid, valid)
+    torch.testing.assert_close(output.rewards[valid, 0], again[valid], rtol=0.0, atol=0.0)
     json.dumps(output.diagnostics, allow_nan=True)
     assert output.diagnostics["network_calls"] <= 32 * 6
 
@@ -57,7 +59,8 @@ def test_searches_move_the_mean_to_the_tilted_law(toy_pipe):
     lam = 4.0
     options = {"objectives": lithium, **SMALL}
     plain = toy_pipe(2048, 2048, mode="snis", lam=0.0, generator=seeded(1), **options | {"slots": 512})
-    rewards = plain.tree.population.rewards[:, 0]
+    everyone = plain.tree.population
+    rewards = everyone.rewards[everyone.valid, 0]  # an invalid crystal has no weight in either law
     weights = (lam * rewards).softmax(0)
     tilted, error = float((weights * rewards).sum()), float((weights.square() * (rewards - rewards.mean()) ** 2).sum())
     found = [
@@ -66,7 +69,8 @@ def test_searches_move_the_mean_to_the_tilted_law(toy_pipe):
     means = torch.stack([output.tree.expectation(output.tree.leaves.rewards[:, 0])[0] for output in found])
     spread = 3.0 * float(torch.sqrt(means.var() / len(means) + error))
     assert abs(float(means.mean()) - tilted) < spread + 0.02
-    assert float(means.mean()) > float(rewards.mean()) + 3.0 * float(rewards.std()) / 2048**0.5 + spread  # control
+    untilted = float(rewards.mean()) + 3.0 * float(rewards.std()) / len(rewards) ** 0.5
+    assert float(means.mean()) > untilted + spread  # control
 
 
 def test_guided_searches_keep_weights_of_mean_one(toy_pipe):
@@ -120,7 +124,7 @@ def test_calls_are_limited(toy_pipe):
     assert 100 - 6 < output.diagnostics["network_calls"] <= 100
 
 
-def test_files_have_the_same_ids_and_a_killed_search_goes_on(toy_pipe, tmp_path):
+def test_files_have_the_same_ids_and_another_search_is_refused(toy_pipe, tmp_path):
     options = {"objectives": volume, "lam": 1.0, "generator": seeded(), "save_dir": tmp_path / "found", **SMALL}
     output = toy_pipe(32, 8, **options)
     crystals, ids, columns = read_extxyz(tmp_path / "found" / "structures.extxyz")
@@ -129,6 +133,48 @@ def test_files_have_the_same_ids_and_a_killed_search_goes_on(toy_pipe, tmp_path)
     torch.testing.assert_close(crystals["lattice"], output.crystals["lattice"], rtol=0.0, atol=1e-4)
     again = toy_pipe(32, 8, **options | {"generator": None, "resume": True})
     assert again.ids == output.ids and again.diagnostics["network_calls"] == output.diagnostics["network_calls"]
+    others = [("objectives", lithium), ("formula", {"Na": 1}), ("condition", {"space_group": 225})]
+    for name, value in others:  # another search is not taken for the saved one
+        with pytest.raises(ConfigError, match=name):
+            toy_pipe(32, 8, **options | {"generator": None, "resume": True, name: value})
+
+
+def test_a_killed_search_goes_on(toy_pipe, tmp_path, monkeypatch):
+    calls = []
+
+    def mortal(crystals, context):
+        calls.append(len(crystals["mask"]))
+        if sum(calls) > 5:
+            raise KeyboardInterrupt
+        return volume(crystals, context)
+
+    mortal.__name__ = "volume"
+    options = {"lam": 1.0, "save_dir": tmp_path / "found", "save_every": 4, **SMALL}
+    with pytest.raises(KeyboardInterrupt):
+        toy_pipe(48, 8, objectives=mortal, generator=seeded(), **options)
+    resumed = toy_pipe(48, 8, objectives=volume, resume=True, **options)
+    whole = toy_pipe(48, 8, objectives=volume, generator=seeded(), lam=1.0, **SMALL)
+    assert resumed.ids == whole.ids and torch.equal(resumed.rewards, whole.rewards)
+
+
+def test_functions_are_asked_about_valid_crystals_only(toy_pipe):
+    seen = []
+
+    def function(crystals, context):
+        seen.append(check_validity(crystals).mask)
+        return volume(crystals, context)
+
+    output = toy_pipe(32, 32, mode="best_of_n", objectives=function, generator=seeded(), **SMALL)
+    assert torch.cat(seen).all()
+    assert torch.equal(output.valid, check_validity(output.crystals).mask) and not output.valid.all()
+
+
+def test_the_archive_has_the_numbers_of_the_names(toy_pipe):
+    options = {"objectives": [FunctionReward(volume, name="volume"), FunctionReward(lithium, name="lithium")]}
+    output = toy_pipe(96, 6, lam=1.0, widening=(1.0, 0.4), generator=seeded(), **options, **SMALL)
+    row = {number: i for i, number in enumerate(output.archive.ids.tolist())}
+    for name, rewards in zip(output.ids, output.rewards, strict=True):
+        torch.testing.assert_close(output.archive.values[row[int(name.removeprefix("leaf-"))]], rewards)
 
 
 def test_objects_of_pymatgen_and_ase(toy_pipe):
@@ -146,10 +192,10 @@ def test_a_reward_that_raises_costs_its_own_crystals(toy_pipe):
         return volume(crystals, context)
 
     output = toy_pipe(64, 16, objectives=picky, lam=1.0, generator=seeded(), **SMALL)
-    numbers = toy_pipe.codec.decode(output.tree.leaves.states)["numbers"]
-    raised = (numbers == 37).any(1)
-    assert raised.any() and not raised.all()
-    assert torch.equal(output.tree.leaves.valid, ~raised)
+    crystals = toy_pipe.codec.decode(output.tree.leaves.states)
+    sound, rubidium = check_validity(crystals).mask, (crystals["numbers"] == 37).any(1)
+    assert (sound & rubidium).any() and (sound & ~rubidium).any()
+    assert torch.equal(output.tree.leaves.valid, sound & ~rubidium)
     assert {failure["kind"] for failure in output.diagnostics["reward_failures"]} == {"raised"}
     assert torch.isfinite(torch.as_tensor(output.tree.log_z_tree)).all()  # no NaN reached the root
 
@@ -181,7 +227,8 @@ def test_saved_and_loaded(toy_pipe, tmp_path):
         ({"mode": "smc", "save_dir": "somewhere"}, "does not save"),
         ({"resume": True}, "save_dir"),
         ({"guidance_scale": "automatic"}, "'auto'"),
-        ({"guidance_scale": "auto", "resume": True}, "found anew"),
+        ({"mode": "smc", "max_network_calls": 9}, "leave max_network_calls out"),
+        ({"search_options": {"explor": 0.1}}, "Did you mean 'explore'"),
         ({"num_samples": 0}, "num_samples"),
         ({"num_rollouts": 0}, "num_rollouts"),
         ({"slots": 0}, "slots"),

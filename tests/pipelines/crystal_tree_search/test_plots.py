@@ -49,8 +49,12 @@ def test_the_layout_has_every_node_of_the_tree_below_its_parent(result):
 
 def test_a_part_of_the_tree_keeps_paths_whole(result):
     spots = plots._layout(result, 0, 25)
-    assert len(spots["node"]) == 25
-    assert set(spots["parent"][spots["parent"] >= 0]) <= set(range(25))
+    count, store = len(spots["node"]), result.store
+    assert 15 <= count <= 25 and set(spots["parent"][spots["parent"] >= 0]) <= set(range(count))
+    drawn = spots["value"][store.depth[spots["node"]] == result.policy.leaf_depth]
+    mine = (store.tree[: store.size] == 0) & (store.depth[: store.size] == result.policy.leaf_depth)
+    best = np.sort(store.values[: store.size, 0][mine])[::-1][: len(drawn)]
+    np.testing.assert_array_equal(np.sort(drawn)[::-1], best)
     with pytest.raises(ConfigError, match="expected 0 to 1"):
         plots.draw_tree(result, tree=2)
 
@@ -59,7 +63,7 @@ def test_trees_are_drawn(result):
     with figure_style():
         figure = plots.draw_tree(result)
     points = sum(len(c.get_offsets()) for c in figure.axes[0].collections if hasattr(c, "get_sizes"))
-    assert points == len(plots._layout(result, 0, 600)["node"])
+    assert points == len(plots._layout(result, 0, 400)["node"])
     pytest.importorskip("plotly")
     drawn = plots.interactive_tree(result)
     assert len(drawn.data[1].x) == points and "visits" in drawn.data[1].text[0]
