@@ -30,7 +30,7 @@ _VIEW = np.array([[0.94, 0.34, 0.0], [-0.12, 0.33, 0.94], [0.32, -0.88, 0.35]]) 
 
 
 def _layout(result: TreeResult, tree: int, most: int) -> dict[str, np.ndarray]:
-    """Nodes of a tree that are drawn (the paths to its best leaves, ``most`` nodes), their places, parents, values and visits.
+    """Nodes that are drawn (the paths to the best leaves, ``most`` nodes), their places, parents, values and visits.
 
     x is the middle of a node's children in depth-first order, y the depth, downwards.
     """
