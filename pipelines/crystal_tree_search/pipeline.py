@@ -317,7 +317,8 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
                 found = self._population(mode, chain, judge, num_rollouts, num_samples, lam, slots, generator, options)
             else:
                 search = TreeSearch.on_chain(chain, judge, SearchOptions(mode=mode, **settings))
-                told: dict[str, Any] = {"objectives": [f"{n}: {one!r}" for n, one in zip(names, _parts(reward), strict=True)]}
+                wanted = [f"{name}: {one!r}" for name, one in zip(names, _parts(reward), strict=True)]
+                told: dict[str, Any] = {"objectives": wanted}
                 told |= {"formula": formula, "condition": condition, "codec": dict(self.codec.config)}
                 saves = None if save_dir is None else _record(Path(save_dir), told, resume)
                 every = max(1, min(1000, num_rollouts // 16)) if save_every is None else save_every
