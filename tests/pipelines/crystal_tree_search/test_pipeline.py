@@ -63,9 +63,7 @@ def test_searches_move_the_mean_to_the_tilted_law(toy_pipe):
     rewards = everyone.rewards[everyone.valid, 0]  # an invalid crystal has no weight in either law
     weights = (lam * rewards).softmax(0)
     tilted, error = float((weights * rewards).sum()), float((weights.square() * (rewards - rewards.mean()) ** 2).sum())
-    found = [
-        toy_pipe(512, 8, lam=lam, generator=seeded(seed), **options | {"slots": 32}) for seed in range(6)
-    ]
+    found = [toy_pipe(512, 8, lam=lam, generator=seeded(seed), **options | {"slots": 32}) for seed in range(6)]
     means = torch.stack([output.tree.expectation(output.tree.leaves.rewards[:, 0])[0] for output in found])
     spread = 3.0 * float(torch.sqrt(means.var() / len(means) + error))
     assert abs(float(means.mean()) - tilted) < spread + 0.02
