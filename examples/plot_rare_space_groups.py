@@ -23,6 +23,7 @@ import genkit
 from genkit.metrics.text import wilson_interval
 from genkit.pipelines.crystal_tree_search.plots import draw_crystals
 from genkit.pipelines.crystal_tree_search.proto8 import Proto8
+from genkit.pipelines.crystal_tree_search.rewards import SpaceGroupReward
 from genkit.pipelines.crystal_tree_search.structures import take
 from genkit.pipelines.crystal_tree_search.symmetry import space_group_ladder
 from genkit.plotting import figure_style, save_figure
@@ -63,7 +64,7 @@ outputs = {}
 for name, options in arms.items():
     searches = options["mode"] == "dts"
     output = pipe(
-        2048 if searches else delivered, delivered, objectives="space_group", space_group=wanted,
+        2048 if searches else delivered, delivered, objectives=SpaceGroupReward(wanted),
         num_inference_steps=steps, lam=8.0, slots=16, max_network_calls=256 * steps if searches else None,
         generator=torch.Generator().manual_seed(seed), output_type="pt", **options,
     )  # fmt: skip

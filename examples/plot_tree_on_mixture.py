@@ -71,9 +71,9 @@ def mode_weights(x, weight):
 # %%
 # One search and two populations from the same network calls
 # ----------------------------------------------------------
-# 16 steps in 4 macro-edges; 1024 walks of the populations cost 16,384 calls, which the search spends on more leaves,
-# since most of its rollouts leave the tree below the root. The distance is half the sum of the differences of the nine
-# weights (0: equal, 1: disjoint).
+# 16 steps in 4 macro-edges; 1024 walks of the populations cost 16,384 calls, and the search has no more. The distance is
+# half the sum of the differences of the nine weights (0: equal, 1: disjoint). All arms walk the same 16 steps, whose
+# discretisation the exact values do not have.
 steps, levels, walks = 16, 4, 1024
 chain = Chain(denoiser, scheduler, num_inference_steps=steps, levels=levels, shape=(2,))
 search = TreeSearch(
