@@ -71,8 +71,8 @@ def mode_weights(x, weight):
 # %%
 # One search and two populations from the same network calls
 # ----------------------------------------------------------
-# 16 steps in 4 macro-edges; 1024 walks of the populations cost 16,384 calls, and the search has no more. The distance is
-# half the sum of the differences of the nine weights (0: equal, 1: disjoint). All arms walk the same 16 steps, whose
+# 16 steps in 4 macro-edges; 1024 walks of the populations cost 16,384 calls, and the search has no more. The distance
+# is half the sum of the differences of the nine weights (0: equal, 1: disjoint). All arms walk the same 16 steps, whose
 # discretisation the exact values do not have.
 steps, levels, walks = 16, 4, 1024
 chain = Chain(denoiser, scheduler, num_inference_steps=steps, levels=levels, shape=(2,))
