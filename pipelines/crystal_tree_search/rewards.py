@@ -321,14 +321,14 @@ class ScarcityReward(CrystalReward):
         if kind not in self._KINDS:
             raise ConfigError(f"kind={kind!r}; expected 'reserve' or 'production'.{nearest(kind, self._KINDS)}")
         self.kind = kind
-        self._table: Tensor | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
 
     def judge(self, crystals: Mapping[str, Tensor], valid: Tensor, context: Context | None) -> tuple[Tensor, Logs]:
         """See :class:`CrystalReward`."""
-        if self._table is None:
-            self._table = _hhi_table(self.kind)
+        if self._tables is None:
+            self._tables = _atomic_masses(), _hhi_table(self.kind)
         mask, numbers = crystals["mask"].bool(), crystals["numbers"].clamp(0, 118)
-        masses, index = (table.to(numbers.device)[numbers] for table in (_atomic_masses(), self._table))
+        masses, index = (table.to(numbers.device)[numbers] for table in self._tables)
         zero = torch.zeros_like(masses)
         total = torch.where(mask, masses, zero).sum(1)
         values = -(torch.where(mask, masses * index, zero).sum(1) / total) / 1e4

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from genkit._checks import check_same_shape, checked_count, checked_number, got
 from genkit.errors import ConfigError, nearest
+from genkit.pipelines.crystal_tree_search.hull import element_symbols
 from genkit.samplers.noise import Keys
 from genkit.schedulers.masked import MaskedBlockScheduler
 from genkit.schedulers.product import ProductScheduler
@@ -53,12 +54,7 @@ State = dict[str, Tensor]
 Stage = Callable[[Keys, Any, Any], State]
 
 _ROWS, _COLUMNS = (0, 1, 2, 1, 0, 0), (0, 1, 2, 2, 2, 1)
-_SYMBOLS = (
-    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb "
-    "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au "
-    "Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts "
-    "Og"
-).split()
+_SYMBOLS = element_symbols()[1:]
 
 
 # ---- lattices --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from genkit.errors import ConfigError
 from genkit.samplers.noise import Keys, draw_keys
 from genkit.samplers.solvers import Cond
 from genkit.samplers.tree.chain import Chain, Context, Outputs
+from genkit.samplers.tree.proposals import effective_shares
 from genkit.samplers.tree.rows import State, stack_rows, take
 from genkit.samplers.walk import _progress
 
@@ -28,7 +29,6 @@ __all__ = [
     "Twist",
     "best_rows",
     "draw_by_weight",
-    "effective_shares",
     "log_mean_exp",
     "take_outputs",
     "tilt",
@@ -388,13 +388,6 @@ def _relative_error(log_values: Tensor) -> float | None:
         return None
     values = (log_values - log_values.max()).exp()
     return float(values.std() / (values.mean() * math.sqrt(len(values))))
-
-
-def effective_shares(log_weights: Tensor) -> Tensor:
-    """The effective share of each row of log-weights (G, N), (G,); 0 where all weights are 0."""
-    top = log_weights.amax(dim=1, keepdim=True)
-    w = (log_weights - torch.where(top == -math.inf, 0.0, top)).exp()
-    return w.sum(dim=1).square() / (w.shape[1] * w.square().sum(dim=1)).clamp(min=1e-300)
 
 
 def draw_by_weight(log_weights: Tensor, count: int, keys: Keys, how: str) -> Tensor:

@@ -42,11 +42,11 @@ from genkit.samplers.tree.particles import (
     Scale,
     Twist,
     best_rows,
-    effective_shares,
     log_mean_exp,
     take_outputs,
     tilt,
 )
+from genkit.samplers.tree.proposals import effective_shares
 from genkit.samplers.tree.rows import State, take
 
 __all__ = ["POTENTIALS", "RESAMPLINGS", "Population", "PopulationResult", "beam", "best_of_n", "self_normalised", "smc"]

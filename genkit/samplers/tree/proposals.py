@@ -27,7 +27,7 @@ from genkit.samplers.tree.rows import stack_rows, take
 if TYPE_CHECKING:
     from genkit.samplers.tree.chain import Chain
 
-__all__ = ["GuidedProposal", "effective_share", "tune_guidance"]
+__all__ = ["GuidedProposal", "effective_share", "effective_shares", "tune_guidance"]
 
 
 class GuidedProposal:
@@ -131,13 +131,17 @@ def _lerp(a: Any, b: Any, weight: Tensor) -> Any:
     return torch.where((a == b) | (weight == 0), a, torch.lerp(a, b, weight))
 
 
+def effective_shares(log_weights: Tensor) -> Tensor:
+    """The effective share of each row of log-weights (G, N), (G,); 0 where all weights are 0."""
+    top = log_weights.amax(dim=1, keepdim=True)
+    w = (log_weights - torch.where(top == -math.inf, 0.0, top)).exp()
+    total = w.shape[1] * w.square().sum(dim=1)
+    return w.sum(dim=1).square() / total.clamp(min=torch.finfo(total.dtype).tiny)
+
+
 def effective_share(log_weights: Tensor) -> float:
     """(Σ w)² / (n Σ w²) of weights given by their logarithms (n,): 1 for equal ones, 1/n for one, 0 for none."""
-    top = log_weights.max()
-    if top == -math.inf:
-        return 0.0
-    w = (log_weights - top).exp()
-    return float(w.sum().square() / (len(w) * w.square().sum()))
+    return float(effective_shares(log_weights.unsqueeze(0)))
 
 
 def tune_guidance(

@@ -25,6 +25,7 @@ from genkit.samplers.noise import Keys, draw_keys
 from genkit.samplers.tree.backup import segment_starts
 from genkit.samplers.tree.chain import take
 from genkit.samplers.tree.judging import LeafLog
+from genkit.samplers.tree.proposals import effective_share
 from genkit.samplers.tree.selection import Policy, Scalarisation, SingleObjective, boltzmann, select_uniforms, shares
 from genkit.samplers.tree.store import Floats, Ints, NodeStore
 
@@ -378,11 +379,10 @@ def _log_mean(terms: Floats) -> tuple[Floats, Floats]:
 
 
 def _effective_share(log_weight: Floats) -> float:
-    """(Σ w)² / (n Σ w²)."""
-    if not len(log_weight) or np.isneginf(top := log_weight.max()):
+    """NaN where there are no weights above 0."""
+    if not len(log_weight) or np.isneginf(log_weight.max()):
         return math.nan
-    weight = np.exp(log_weight - top)
-    return float(weight.sum() ** 2 / (len(weight) * (weight**2).sum()))
+    return effective_share(torch.from_numpy(log_weight))
 
 
 def _mean_weight(log_weight: Floats) -> float:
