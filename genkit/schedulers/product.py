@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from diffusers.configuration_utils import register_to_config
 from diffusers.schedulers.scheduling_utils import SchedulerMixin  # noqa: F401  (diffusers looks it up here by name)
 from torch import Tensor
 
+from genkit._checks import checked_number
 from genkit.errors import ConfigError, nearest
 from genkit.schedulers.base import ConfiguredScheduler
 from genkit.schedulers.gaussian import Context
@@ -56,22 +58,28 @@ class ProductTransition:
 class ProductScheduler(ConfiguredScheduler):
     """Acts on each field of a state (a plain dict of tensors) with that field's scheduler.
 
-    All fields share the walk's times and the context. Methods have the signatures of the single schedulers, with dicts
-    in the place of tensors; the model output is a dict with one entry a field.
+    All fields share the context and the walk's time t, of which each reads its own power: a field with a power above 1
+    is cleaner than the others all along, and is decided before them. Methods have the signatures of the single
+    schedulers, with dicts in the place of tensors; the model output is a dict with one entry a field.
 
     Args:
         schedulers: field → scheduler; from a configuration, a list of ``{"field", "class", options}`` (a list, because
             JSON files do not keep the order of keys, and the first field gives the times).
         masks: field → name of the state's boolean field (B, N) that marks the field's real elements; the others are
             padding: they add nothing to ``log_prob``.
+        powers: field → p, above 0: the field's own time is t^p. Missing ones are 1.
 
     Raises:
-        ConfigError: no field, a scheduler that has no ``transition``, or an unknown class name in a configuration.
+        ConfigError: no field, a scheduler that has no ``transition``, an unknown class name in a configuration, or a
+            mask or power of an unknown field.
     """
 
     @register_to_config
     def __init__(
-        self, schedulers: Mapping[str, Any] | Sequence[Mapping[str, Any]], masks: Mapping[str, str] | None = None
+        self,
+        schedulers: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        masks: Mapping[str, str] | None = None,
+        powers: Mapping[str, float] | None = None,
     ) -> None:
         if not schedulers:
             raise ConfigError("ProductScheduler needs at least one field: ProductScheduler({'coords': scheduler, …})")
@@ -81,11 +89,17 @@ class ProductScheduler(ConfiguredScheduler):
         if masks is not None and not isinstance(masks, Mapping):
             raise ConfigError(f"masks has type {type(masks).__name__}; expected a mapping from field to mask field")
         self.masks = dict(masks or {})
-        for name in self.masks:
-            if name not in self.schedulers:
-                raise ConfigError(f"masks names the field {name!r}, which has no scheduler.{nearest(name, schedulers)}")
+        for kind, named in (("masks", self.masks), ("powers", powers or {})):
+            for name in named:
+                if name not in self.schedulers:
+                    known = nearest(name, self.schedulers)
+                    raise ConfigError(f"{kind} names the field {name!r}, which has no scheduler.{known}")
+        self.powers = {
+            name: checked_number(f"powers[{name!r}]", p, "a number above 0", lambda v: 0.0 < v < math.inf)
+            for name, p in (powers or {}).items()
+        }
         described = [{"field": name, **_described(scheduler)} for name, scheduler in self.schedulers.items()]
-        self.register_to_config(schedulers=described, masks=self.masks)
+        self.register_to_config(schedulers=described, masks=self.masks, powers=self.powers)
         self.prediction_type = {name: getattr(s, "prediction_type", None) for name, s in self.schedulers.items()}
 
     @property
@@ -103,11 +117,16 @@ class ProductScheduler(ConfiguredScheduler):
         """The times of the first field's scheduler, (n + 1,)."""
         return next(iter(self.schedulers.values())).times(n, device)
 
+    def field_time(self, name: str, t: Tensor | float) -> Tensor | float:
+        """A field's own time, t^p, of the shape of ``t``."""
+        power = self.powers.get(name, 1.0)
+        return t if power == 1.0 else t**power
+
     def _each(self, method: str, state: State, *dicts: State, t: Any, context: Context | None) -> dict[str, Tensor]:
         changed = {}
         for name, scheduler in self.schedulers.items():
             arguments = [_field(d, name) for d in dicts]
-            changed[name] = getattr(scheduler, method)(*arguments, t, context=context)
+            changed[name] = getattr(scheduler, method)(*arguments, self.field_time(name, t), context=context)
         return {**state, **changed}
 
     def add_noise(
@@ -121,7 +140,7 @@ class ProductScheduler(ConfiguredScheduler):
     ) -> dict[str, Tensor]:
         """Each field's clean prediction; fields without a scheduler are passed through."""
         clean = {
-            name: scheduler.to_x0(_field(model_output, name), t, _field(sample, name), context)
+            name: scheduler.to_x0(_field(model_output, name), self.field_time(name, t), _field(sample, name), context)
             for name, scheduler in self.schedulers.items()
         }
         return {**sample, **clean}
@@ -147,7 +166,8 @@ class ProductScheduler(ConfiguredScheduler):
         """The product of the fields' transitions, with their masks."""
         parts: dict[str, Transition] = {}
         for name, scheduler in self.schedulers.items():
-            part = scheduler.transition(_field(model_output, name), t, s, _field(sample, name), context, eta)
+            times = self.field_time(name, t), self.field_time(name, s)
+            part = scheduler.transition(_field(model_output, name), *times, _field(sample, name), context, eta)
             parts[name] = replace(part, mask=_field(sample, self.masks[name])) if name in self.masks else part
         passed = {name: value for name, value in sample.items() if name not in self.schedulers}
         return ProductTransition(parts, passed)

@@ -88,8 +88,12 @@ class EvaluationConfig(ConfigPart):
     levels: int = Field(8, ge=1)
     slots: int = Field(64, ge=1)
     lam: float = Field(20.0, ge=0.0, description="inverse temperature, atoms per eV for the stability")
+    widening: tuple[float, float] = Field((2.0, 0.8), description="(C, alpha) of the trees")
+    min_visits: int = Field(3, ge=1, description="quota of a child in the trees")
     guidance_scale: float = Field(1.5, gt=0.0, description="of the arms cfg and dts_guided")
     relax_steps: int = Field(20, ge=0, description="steps of relaxation of what was delivered; 0: none")
+    judge: Literal["sevennet"] | None = Field(None, description="a second potential that judges what was relaxed")
+    judged: int = Field(64, ge=1, description="delivered crystals that the second potential judges")
     workers: int = Field(2, ge=1, description="processes that measure side by side, one thread each")
     minutes: float = Field(3.0, gt=0.0, description="expected core-minutes of a row, to announce the cost")
 
@@ -106,6 +110,7 @@ class Config(TrainerConfig):
     sigma_min: float = Field(0.005, gt=0.0, description="least width of the coordinates' noise, fractional")
     sigma_max: float = Field(0.5, gt=0.0, description="greatest width of the coordinates' noise, fractional")
     type_scale: float = Field(2.0, gt=0.0, description="length of a one-hot type (diffcsp)")
+    time_powers: dict[str, float] = Field({}, description="field -> p, its time t^p: above 1 it is decided earlier")
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -113,7 +118,7 @@ class Config(TrainerConfig):
 
 def build_codec(config: Config, data: CrystalData) -> CrystalCodec:
     """The codec of a data set, of the configuration's family."""
-    options = {name: getattr(config, name) for name in ("sigma_min", "sigma_max", "type_scale")}
+    options = {name: getattr(config, name) for name in ("sigma_min", "sigma_max", "type_scale", "time_powers")}
     return fit_codec(data.tensors, config.family, elements=data.elements, **options)
 
 

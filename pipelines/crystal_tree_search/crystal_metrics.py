@@ -33,6 +33,8 @@ from genkit.pipelines.crystal_tree_search.rewards import StabilityAssessment, as
 from genkit.pipelines.crystal_tree_search.structures import (
     Crystals,
     check_crystals,
+    formula_key,
+    formula_keys,
     from_atoms,
     from_structures,
     optional_module,
@@ -124,10 +126,10 @@ class StructureIndex:
         if isinstance(structures, Mapping):
             check_crystals(structures)
             self._crystals = {name: value.detach().cpu() for name, value in structures.items()}
-            keys = _formula_keys(self._crystals)
+            keys = formula_keys(self._crystals)
         else:
             self._given = list(structures)
-            keys = [None if one is None else _formula_key([site.specie.Z for site in one]) for one in self._given]
+            keys = [None if one is None else formula_key([site.specie.Z for site in one]) for one in self._given]
         self.keys = keys
         self.rows: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for row, key in enumerate(keys):
@@ -188,19 +190,6 @@ class StructureIndex:
             return (math.inf,)
         # loose rounding, so that copies that differ by float noise do not change places
         return (len(reduced), round(reduced.volume, 3), *(round(length, 3) for length in reduced.lattice.abc))
-
-
-def _formula_key(numbers: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    counts: dict[int, int] = {}
-    for number in numbers:
-        counts[number] = counts.get(number, 0) + 1
-    divisor = math.gcd(*counts.values()) if counts else 1
-    return tuple(sorted((number, amount // divisor) for number, amount in counts.items()))
-
-
-def _formula_keys(crystals: Mapping[str, Tensor]) -> list[Any]:
-    table = (crystals["numbers"] * crystals["mask"]).tolist()
-    return [_formula_key([number for number in row if number]) or None for row in table]
 
 
 def unique_labels(structures: Any, settings: MetricSettings | None = None, select: Tensor | None = None) -> Tensor:
@@ -440,7 +429,7 @@ class _Evaluation:
                 self.notes.append("most of the evaluated crystals are references themselves, bit for bit")
             self.flags["novel"] = novel_mask(index, self._index(known), valid)
             self.counts["references"] = len(known["numbers"])
-            formulas = set(_formula_keys(known))
+            formulas = set(formula_keys(known))
             new = [key is not None and key not in formulas for key in index.keys]
             self.counts["novel/new_formula"] = int((torch.tensor(new) & valid).sum())
         if {"stable", "novel"} <= self.flags.keys():

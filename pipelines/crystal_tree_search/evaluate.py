@@ -8,6 +8,7 @@ condition as proposal) and ``pareto`` (stability and scarcity together, beside t
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +30,17 @@ from genkit.pipelines.crystal_tree_search.crystal_metrics import (
     MetricSettings,
     evaluate_structures,
 )
+from genkit.pipelines.crystal_tree_search.hull import Hull
 from genkit.pipelines.crystal_tree_search.pipeline import CrystalTreeSearchOutput, CrystalTreeSearchPipeline
-from genkit.pipelines.crystal_tree_search.potentials import Potential
+from genkit.pipelines.crystal_tree_search.potentials import Potential, SevenNetPotential
 from genkit.pipelines.crystal_tree_search.proto8 import Proto8, proto8_sha256
 from genkit.pipelines.crystal_tree_search.relaxation import RelaxationSettings
-from genkit.pipelines.crystal_tree_search.rewards import SpaceGroupReward
+from genkit.pipelines.crystal_tree_search.rewards import SpaceGroupReward, assess_stability
 from genkit.pipelines.crystal_tree_search.structures import take
 from genkit.pipelines.crystal_tree_search.symmetry import space_group_ladder
 from genkit.pipelines.crystal_tree_search.validity import ValidityRules
 from genkit.samplers.tree.objectives import Directions
-from genkit.serialization import MANIFEST, canonical_hash, file_sha256
+from genkit.serialization import MANIFEST, canonical_hash, file_sha256, save_json
 from genkit.training.arms import Job, measure_rows, train_pipeline
 from genkit.zoo import list_zoo
 
@@ -67,6 +69,8 @@ OBJECTIVES = ("stability", "scarcity")
 #: The worst values of both, from which the hypervolume is measured.
 REFERENCE = (-1.0, -1.0)
 TOLERANCE = 0.1  # Angstrom, of a hit
+#: What of the evaluation decides no row's numbers.
+UNHASHED = {"seeds", "arms", "space_groups", "workers", "minutes"}
 
 
 def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Path = "docs/results") -> str:
@@ -92,7 +96,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
 
 def row_hash(config: Config) -> str:
     """Of everything that decides a row but arm, setting and seed: the base, the set, the thresholds and the budget."""
-    budget = config.evaluation.model_dump(mode="json", exclude={"seeds", "arms", "space_groups", "workers", "minutes"})
+    budget = config.evaluation.model_dump(mode="json", exclude=UNHASHED)
     rules = {"metrics": asdict(MetricSettings()), "validity": asdict(ValidityRules())}
     parts = {"training": config.config_hash(), "base": _weights(config), "set": proto8_sha256(), "budget": budget}
     return canonical_hash(parts | rules)
@@ -173,6 +177,7 @@ def run_arm(
     rollouts = budget.rollouts * (8 if arm == "reference" else 1)
     if options["mode"] in ("dts", "dts_star"):
         rollouts, options["max_network_calls"] = 8 * budget.rollouts, calls
+        options |= {"widening": budget.widening, "min_visits": budget.min_visits}
     output = pipe(
         rollouts,
         budget.num_samples,
@@ -194,7 +199,7 @@ def _goal(config: Config, arm: str, setting: str) -> dict[str, Any]:
         return {"objectives": list(OBJECTIVES)}
     if setting == "stability":
         condition = {"condition": {"stability": 1}} if arm in GUIDED else {}
-        return {"objectives": "stability", **condition, **guidance}
+        return {"objectives": "novel_stability", **condition, **guidance}
     group = int(setting.removeprefix("space_group "))
     condition = {"condition": {"space_group": group}} if arm in GUIDED else {}
     return {"objectives": SpaceGroupReward(group), **condition, **guidance}
@@ -224,6 +229,8 @@ def measure(
     if setting == "stability":
         found = assess(output.crystals, pipe, config.evaluation.relax_steps)
         yield from _rate_numbers(found, asked, float(report["network_calls"]))
+        if config.evaluation.judge is not None:
+            yield from _judge_numbers(output.crystals, found, config)
     else:
         yield from _hit_numbers(output, int(setting.removeprefix("space_group ")), asked)
 
@@ -247,6 +254,41 @@ def assess(
         references=known[torch.arange(len(known))],
         relaxation=RelaxationSettings(steps=steps) if steps else None,
     )
+
+
+def _judge_numbers(
+    crystals: Mapping[str, Tensor], found: CrystalEvaluation, config: Config
+) -> Iterator[tuple[str, float, int]]:
+    """What a second potential says of the first crystals delivered, as the first one relaxed them: energies and hull
+    are its own."""
+    potential, hull = _second_judge(str(_run_folder(config).parent))
+    relaxed = crystals if found.relaxation is None else found.relaxation.crystals
+    rows = torch.arange(min(config.evaluation.judged, len(found.ids)))
+    told = assess_stability(take(relaxed, rows), potential, hull)
+    agreed = told.above_hull <= MetricSettings().stable_below
+    yield "judge/stable", float(agreed.sum()) / config.evaluation.judged, config.evaluation.judged
+    for name in ("stable", "sun"):
+        if name in found.flags:
+            chosen = found.flags[name][rows]
+            if chosen.any():
+                yield f"judge/of_{name}", float(agreed[chosen].double().mean()), int(chosen.sum())
+    known = told.above_hull[torch.isfinite(told.above_hull)]
+    if len(known):
+        yield "judge/above_hull", float(known.mean()), len(known)
+
+
+@functools.cache
+def _second_judge(folder: str) -> tuple[Potential, Hull]:
+    """SevenNet and the hull of its own energies of proto8, which are kept in a file: they take minutes."""
+    potential = SevenNetPotential()
+    path = Path(folder) / f"hull-{potential.name}-{potential.version}-{proto8_sha256()[:12]}.json"
+    if not path.is_file():
+        known = Proto8("all", augment=False)
+        made = Hull.from_potential(known[torch.arange(len(known))], potential)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"composition": dict(e.composition), "energy_per_atom": e.energy} for e in made.entries]
+        save_json(path, {"entries": rows})
+    return potential, Hull.from_file(path, potential=f"{potential.name} {potential.version}")
 
 
 def _rate_numbers(found: CrystalEvaluation, asked: int, calls: float) -> Iterator[tuple[str, float, int]]:
@@ -306,6 +348,7 @@ def _pareto_numbers(
     calls = budget.rollouts * budget.num_inference_steps
     options: dict[str, Any] = {"mode": "dts", "objectives": list(OBJECTIVES), "output_type": "pt", "lam": budget.lam}
     options |= {"num_inference_steps": budget.num_inference_steps, "levels": budget.levels, "slots": budget.slots}
+    options |= {"widening": budget.widening, "min_visits": budget.min_visits}
     size = len(OBJECTIVES)
     ways: list[Any] = [None]
     if arm == "dts_single":
@@ -349,7 +392,16 @@ def _tables(config: Config, rows: Sequence[ResultRow]) -> list[str]:
     ]
     metrics = {
         "stability": [f"share/{n}" for n in ("valid", "stable", "unique", "novel", "sun")]
-        + ["sun_per_1000_calls", "above_hull", "reward", "rmsd", "network_calls", "reward_calls"],
+        + [
+            "sun_per_1000_calls",
+            "above_hull",
+            "reward",
+            "rmsd",
+            "judge/stable",
+            "judge/of_sun",
+            "network_calls",
+            "reward_calls",
+        ],
         "pareto": ["hypervolume", "network_calls"],
     }
     symmetry = ["share/hits", "share/formulas", "share/valid", "hits_per_1000_calls", "mean_weight", "network_calls"]

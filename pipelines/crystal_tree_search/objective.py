@@ -35,7 +35,8 @@ class CrystalDiffusionObjective(Objective):
     * coordinates: |f − (−σ_t ∇ log p(x_t|x_0))|²/3n. Since log σ_t is linear in t, this weight is that of the
       likelihood: the KL of the chain is ∫ |σ Δscore|² d log σ. The target's mean over the atoms is taken out, since no
       function of relative positions can know it;
-    * types, masked: −log p(type) · 1[masked]/max(t, 0.1), the likelihood's weight, bounded. Noisy one-hot: |f − v|²/K.
+    * types, masked with probability t^p (p the field's power of :class:`~genkit.schedulers.ProductScheduler`):
+      −log p(type) · 1[masked] p/max(t, 0.1), the likelihood's weight, bounded. Noisy one-hot: |f − v|²/K.
 
     With probability ``drop_conditions`` a crystal is told none of its conditions (for guidance), with probability
     ``given_types`` its types are clean and add no loss (for search at a fixed composition).
@@ -73,7 +74,7 @@ class CrystalDiffusionObjective(Objective):
         self.drop_conditions = _probability("drop_conditions", drop_conditions)
         self.given_types = _probability("given_types", given_types)
         self.denoiser, self.codec = denoiser, codec
-        self.schedulers = codec.scheduler().schedulers
+        self.chain = codec.scheduler()
 
     def networks(self) -> Mapping[str, nn.Module]:
         return {"denoiser": self.denoiser}
@@ -103,11 +104,11 @@ class CrystalDiffusionObjective(Objective):
         self, clean: Mapping[str, Tensor], noise: Mapping[str, Tensor], t: Tensor, given: Tensor
     ) -> dict[str, Tensor]:
         noisy = dict(clean)
-        for name, scheduler in self.schedulers.items():
+        for name, scheduler in self.chain.schedulers.items():
             if name == "types" and self.denoiser.masked:
-                noisy[name] = scheduler.mask_tokens(clean[name], noise[name], t)
+                noisy[name] = scheduler.mask_tokens(clean[name], noise[name], self.chain.field_time(name, t))
             else:
-                noisy[name] = scheduler.add_noise(clean[name], noise[name], t)
+                noisy[name] = scheduler.add_noise(clean[name], noise[name], self.chain.field_time(name, t))
         kept = given.reshape(-1, *[1] * (clean["types"].ndim - 1))
         return noisy | {"types": torch.where(kept, clean["types"], noisy["types"])}
 
@@ -117,15 +118,19 @@ class CrystalDiffusionObjective(Objective):
 
     # ---- the losses, one number a crystal -----------------------------------------------------------------------
 
+    def _target(self, name: str, clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+        target: Tensor = self.chain.schedulers[name].target(clean, noise, self.chain.field_time(name, t))
+        return target
+
     def _squared(
         self, name: str, output: Mapping[str, Tensor], clean: Mapping[str, Tensor], noise: Mapping[str, Any], t: Tensor
     ) -> Tensor:
         """Mean squared error over the last dimension, (B,) or (B, N)."""
-        target = self.schedulers[name].target(clean[name], noise[name], t)
+        target = self._target(name, clean[name], noise[name], t)
         return (output[name] - target).square().mean(dim=-1)
 
     def _of_coordinates(self, output: Tensor, clean: Mapping[str, Tensor], noise: Tensor, t: Tensor) -> Tensor:
-        target = self.schedulers["coordinates"].target(clean["coordinates"], noise, t)
+        target = self._target("coordinates", clean["coordinates"], noise, t)
         error = output - without_drift(target, clean["mask"])
         return _mean_over_atoms(error.square().mean(dim=-1), clean["mask"]).mean()
 
@@ -146,7 +151,7 @@ class CrystalDiffusionObjective(Objective):
         surprise = -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         hidden = (noisy["types"] == self.codec.mask_id) & mask
         surprise = torch.where(hidden, surprise, 0.0)
-        return _mean_over_atoms(surprise, mask) / t.clamp(min=_LEAST_TIME)
+        return _mean_over_atoms(surprise, mask) * self.chain.powers.get("types", 1.0) / t.clamp(min=_LEAST_TIME)
 
 
 def _mean_over_atoms(values: Tensor, mask: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ class _Gathered:
         counts: dict[str, Tensor | float] = {**_merged(self.logs)}
         for failure in self.failures:
             key = f"reward/{failure.kind}"
-            counts[key] = float(counts.get(key, 0)) + len(failure.rows)
+            counts[key] = int(counts.get(key, 0)) + len(failure.rows)
         return reward_output(torch.from_numpy(table), logs=counts)
 
 

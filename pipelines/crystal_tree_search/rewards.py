@@ -1,4 +1,4 @@
-"""Rewards of physical crystals: stability, formation energy, density, scarcity, composition, space group.
+"""Rewards of crystals: stability (of new formulas, or any), formation energy, density, scarcity, composition, symmetry.
 
 All are :class:`genkit.rewards.Reward` on the dict of :mod:`.structures`; higher is better. What is not valid
 (:mod:`.validity`) gets no value, and no energy is asked for it; the search then applies its floor. Several objectives
@@ -23,7 +23,7 @@ from genkit._checks import checked_count, checked_number
 from genkit.errors import ConfigError, nearest
 from genkit.pipelines.crystal_tree_search.hull import Hull, as_hull, element_symbols
 from genkit.pipelines.crystal_tree_search.potentials import ASECalculatorPotential, Potential, PotentialFailure
-from genkit.pipelines.crystal_tree_search.structures import check_crystals, optional_module
+from genkit.pipelines.crystal_tree_search.structures import check_crystals, formula_keys, optional_module
 from genkit.pipelines.crystal_tree_search.symmetry import (
     TOLERANCES,
     SymmetryBackend,
@@ -39,6 +39,7 @@ __all__ = [
     "CrystalReward",
     "DensityReward",
     "FormationEnergyReward",
+    "NovelStabilityReward",
     "ScarcityReward",
     "SpaceGroupReward",
     "StabilityAssessment",
@@ -216,6 +217,47 @@ class FormationEnergyReward(StabilityReward):
     ) -> None:
         super().__init__(potential, hull, clip, rules=rules)
         self.hull = self.hull.elemental()
+
+
+class NovelStabilityReward(StabilityReward):
+    """`StabilityReward`, less a penalty where the reduced formula is known already.
+
+    A search for stability alone finds what the base was trained on, and rightly so: those crystals are stable. This one
+    pays for stable crystals of new formulas. A new structure of a known formula pays the penalty too.
+
+    Args:
+        potential, hull, clip, rules: as in :class:`StabilityReward`.
+        known: crystals whose formulas are known.
+        penalty: eV per atom.
+
+    Raises:
+        ConfigError: as for :class:`StabilityReward`, or a negative penalty.
+    """
+
+    def __init__(
+        self,
+        potential: Potential,
+        hull: Any,
+        known: Mapping[str, Tensor],
+        penalty: float = 0.4,
+        clip: tuple[float, float] = (-0.1, 1.0),
+        *,
+        rules: ValidityRules | None = None,
+    ) -> None:
+        super().__init__(potential, hull, clip, rules=rules)
+        check_crystals(known)
+        self.known = frozenset(formula_keys(known))
+        self.penalty = checked_number("penalty", penalty, "eV per atom, at least 0", lambda value: value >= 0)
+
+    def judge(self, crystals: Mapping[str, Tensor], valid: Tensor, context: Context | None) -> tuple[Tensor, Logs]:
+        """See :class:`CrystalReward`."""
+        values, logs = super().judge(crystals, valid, context)
+        known = torch.tensor([key in self.known for key in formula_keys(crystals)], device=values.device)
+        logs["formula/known"] = int((known & valid.to(known.device)).sum())
+        return values - self.penalty * known.to(values.dtype), logs
+
+    def __repr__(self) -> str:
+        return f"NovelStabilityReward({self.potential!r}, {self.hull!r}, {len(self.known)} formulas, {self.penalty})"
 
 
 class ASECalculatorReward(StabilityReward):

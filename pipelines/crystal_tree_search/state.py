@@ -140,6 +140,8 @@ class CrystalCodec(ConfigMixin):
         num_atoms: probabilities (or counts) of n = 1 … N; None: all equal.
         sigma_min, sigma_max: widths of the coordinates' noise, in fractional units.
         schedule: noise levels of the Gaussian fields, of :class:`~genkit.schedulers.VPScheduler`.
+        time_powers: field → p, its own time being t^p: above 1 it is decided before the others
+            (:class:`~genkit.schedulers.ProductScheduler`).
 
     Raises:
         ConfigError: an option of another type or range.
@@ -160,6 +162,7 @@ class CrystalCodec(ConfigMixin):
         sigma_min: float = 0.005,
         sigma_max: float = 0.5,
         schedule: str = "cosine",
+        time_powers: Mapping[str, float] | None = None,
     ) -> None:
         self.elements = _checked_elements(elements)
         self.family = _checked_family(family)
@@ -170,7 +173,7 @@ class CrystalCodec(ConfigMixin):
         self.max_atoms = checked_count("max_atoms", max_atoms)
         self.num_atoms = _checked_probabilities(num_atoms, self.max_atoms)
         self._levels = {"sigma_min": sigma_min, "sigma_max": sigma_max}
-        self._schedule = schedule
+        self._schedule, self._powers = schedule, dict(time_powers or {})
         self.scheduler()  # refuses its options now
         self._index = torch.full((max(self.elements) + 1,), -1, dtype=torch.int64)
         self._index[list(self.elements)] = torch.arange(len(self.elements))
@@ -201,7 +204,9 @@ class CrystalCodec(ConfigMixin):
         if not fixed_types:
             masked = MaskedBlockScheduler(mask_token_id=self.mask_id)
             fields["types"] = masked if self.family == "matter" else VPScheduler(schedule=self._schedule)
-        return ProductScheduler(fields, masks={name: "mask" for name in fields if name != "lattice"})
+        masks = {name: "mask" for name in fields if name != "lattice"}
+        powers = {name: p for name, p in self._powers.items() if name in fields or not fixed_types}
+        return ProductScheduler(fields, masks=masks, powers=powers)
 
     # ---- crystals ↔ states --------------------------------------------------------------------------------------
 
@@ -346,6 +351,7 @@ def fit_codec(
     sigma_min: float = 0.005,
     sigma_max: float = 0.5,
     type_scale: float = 2.0,
+    time_powers: Mapping[str, float] | None = None,
 ) -> CrystalCodec:
     """The codec of a data set of physical crystals: its elements, density, spread of lattices and numbers of atoms.
 
@@ -354,7 +360,7 @@ def fit_codec(
         family: ``"matter"`` or ``"diffcsp"``.
         elements: the atomic numbers of a larger set they are from; None: those that occur.
         max_atoms: N; None: that of the data.
-        sigma_min, sigma_max, type_scale: see :class:`CrystalCodec`.
+        sigma_min, sigma_max, type_scale, time_powers: see :class:`CrystalCodec`.
     """
     lattice, numbers, mask = (_field(crystals, name) for name in ("lattice", "numbers", "mask"))
     count, width = mask.sum(dim=1), mask.shape[1] if max_atoms is None else max_atoms
@@ -370,6 +376,7 @@ def fit_codec(
         num_atoms=torch.bincount(count, minlength=width + 1)[1 : width + 1].tolist(),
         sigma_min=sigma_min,
         sigma_max=sigma_max,
+        time_powers=dict(time_powers or {}),
     )
 
 

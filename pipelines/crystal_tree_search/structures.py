@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ __all__ = [
     "check_crystals",
     "cif_text",
     "concatenate",
+    "formula_key",
+    "formula_keys",
     "from_atoms",
     "from_structures",
     "optional_module",
@@ -87,6 +90,21 @@ def check_crystals(crystals: Any) -> tuple[int, int]:
 def take(crystals: Mapping[str, Tensor], index: Tensor | slice) -> Crystals:
     """The rows ``index`` (integers, a mask or a slice) of every field."""
     return {name: crystals[name][index] for name in ("lattice", "coordinates", "numbers", "mask")}
+
+
+def formula_key(numbers: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """The reduced formula of atomic numbers (zeros are padding): (number, least whole amount) in order; () of none."""
+    counts: dict[int, int] = {}
+    for number in numbers:
+        if number:
+            counts[number] = counts.get(number, 0) + 1
+    divisor = math.gcd(*counts.values()) if counts else 1
+    return tuple(sorted((number, amount // divisor) for number, amount in counts.items()))
+
+
+def formula_keys(crystals: Mapping[str, Tensor]) -> list[tuple[tuple[int, int], ...]]:
+    """:func:`formula_key` of every row."""
+    return [formula_key(row) for row in (crystals["numbers"] * crystals["mask"]).tolist()]
 
 
 def concatenate(parts: Sequence[Mapping[str, Tensor]]) -> Crystals:

@@ -86,7 +86,9 @@ def test_a_saved_stock_pipeline_loads_our_scheduler(unet, tmp_path):
     assert type(loaded.scheduler) is VPScheduler and loaded.scheduler.rho == 5.0
     first = loaded(generator=generator(), num_inference_steps=2, output_type="np").images
     pipe = quiet(DDPMPipeline(unet, VPScheduler("edm", "epsilon", rho=5.0)))
-    assert (first == pipe(generator=generator(), num_inference_steps=2, output_type="np").images).all()
+    again = pipe(generator=generator(), num_inference_steps=2, output_type="np").images
+    # loaded weights lie elsewhere in memory, for which some processors' convolutions round in another order
+    torch.testing.assert_close(torch.from_numpy(first), torch.from_numpy(again), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [SCHEDULERS["cosine"], SCHEDULERS["flow"]], ids=["cosine", "flow"])

@@ -431,6 +431,8 @@ class _Run:
         counts.not_finite += found.not_finite
         counts.reward_seconds += found.seconds
         counts.failures += found.failures[: max(0, 100 - len(counts.failures))]
+        for name, count in found.logs.items():
+            counts.reward_logs[name] = counts.reward_logs.get(name, 0) + count
 
     def _columns(self, found: Judged) -> Any:
         """The leaves' columns (B, K)."""

@@ -36,6 +36,7 @@ class Judged:
         not_finite: leaves whose state is not finite (the reward does not see them).
         seconds: what the reward took.
         failures: kind and message of the errors raised, with the leaf.
+        logs: the integers among the reward's logs, which are counts, added up.
     """
 
     node: Ints
@@ -46,6 +47,7 @@ class Judged:
     not_finite: int = 0
     seconds: float = 0.0
     failures: list[dict[str, Any]] = field(default_factory=list)
+    logs: dict[str, int] = field(default_factory=dict)
 
 
 def judge(reward: Reward, state: Any, context: Any, node: Ints, simulation: Ints) -> Judged:
@@ -103,6 +105,9 @@ def _book(output: RewardOutput, rows: Ints, found: Judged) -> None:
         found.rewards = _with_columns(found.rewards, values.shape[1])
     found.rewards[rows] = np.where(valid[:, None], values, np.nan)
     found.valid[rows] = valid
+    for name, count in output.logs.items():
+        if isinstance(count, int):
+            found.logs[name] = found.logs.get(name, 0) + count
 
 
 def _with_columns(rewards: Floats, columns: int) -> Floats:

@@ -86,7 +86,11 @@ class SearchOptions:
 
 @dataclass
 class Counts:
-    """What a search counts; saved as it is. ``out_of_calls``: a rollout did not fit into ``max_network_calls``."""
+    """What a search counts; saved as it is.
+
+    ``out_of_calls``: a rollout did not fit into ``max_network_calls``. ``reward_logs``: sums of the integers that the
+    reward logs (why samples are invalid, for instance).
+    """
 
     issued: int = 0
     done: int = 0
@@ -101,3 +105,4 @@ class Counts:
     reward_seconds: float = 0.0
     wall_seconds: float = 0.0
     failures: list[dict[str, Any]] = field(default_factory=list)
+    reward_logs: dict[str, int] = field(default_factory=dict)
