@@ -196,6 +196,18 @@ def _references(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
     return dict(sorted(lowest.items()))
 
 
+def _element_arrays(elements: Iterable[Candidate], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, np.ndarray]:
+    """The crystals of those energies, in order of the number: a hull of another potential starts from them."""
+    fine = sorted((c for c in elements if rows[c.key]["status"] == "ok"), key=lambda c: -rows[c.key]["energy"])
+    best = {atomic_number(c.species[0]): c for c in fine}
+    crystals = from_structures([best[number].structure(rows[best[number].key]["volume"]) for number in sorted(best)])
+    return {
+        "element_lattice": np.stack([crystals["lattice"].numpy()[:, i, j] for i, j in SIX], axis=1).astype(np.float32),
+        "element_coordinates": crystals["coordinates"].numpy().astype(np.float32),
+        "element_sizes": crystals["mask"].sum(1).numpy().astype(np.uint8),
+    }
+
+
 def _hull(references: Mapping[int, float], rows: Iterable[Mapping[str, Any]]) -> Hull:
     """Of the elements and of the lowest crystal of each formula."""
     elements = [HullEntry(((number, 1),), energy, f"element {number}") for number, energy in references.items()]
@@ -333,7 +345,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     LOG.info("%d prototypes, %d candidates, %d chosen", len(shapes), len(every), len(chosen))
     counts = Counter(found) + Counter({"prototypes": len(shapes), "candidates": len(every), "chosen": len(chosen)})
     elements = elementals(shapes, element_references(options.matcalc))
-    references = _references(_resumed(options.work / "elements.jsonl", elements, _scan).values())
+    of_elements = _resumed(options.work / "elements.jsonl", elements, _scan)
+    references = _references(of_elements.values())
     rows = _resumed(options.work / "scan.jsonl", chosen, _scan)
     near = _near(chosen, rows, references, counts)
     steps, relaxing = options.steps, options.work / f"relaxed_{options.steps}.jsonl"
@@ -346,7 +359,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts.update({"within the tail": len(hull), "kept": len(kept)})
     counts["kept near the hull"] = sum(row["e_above_hull"] <= HULL_KEPT for row in kept)
     facts = _metadata(counts, steps, _sources(options))
-    np.savez_compressed(options.out, metadata=facts, **_arrays(kept, hull, references))
+    arrays = _arrays(kept, hull, references) | _element_arrays(elements, of_elements)
+    np.savez_compressed(options.out, metadata=facts, **arrays)
     LOG.info("%s: %s", options.out, json.dumps(counts))
 
 

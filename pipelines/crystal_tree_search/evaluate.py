@@ -33,10 +33,10 @@ from genkit.pipelines.crystal_tree_search.crystal_metrics import (
 from genkit.pipelines.crystal_tree_search.hull import Hull
 from genkit.pipelines.crystal_tree_search.pipeline import CrystalTreeSearchOutput, CrystalTreeSearchPipeline
 from genkit.pipelines.crystal_tree_search.potentials import Potential, SevenNetPotential
-from genkit.pipelines.crystal_tree_search.proto8 import Proto8, proto8_sha256
+from genkit.pipelines.crystal_tree_search.proto8 import Proto8, element_crystals, proto8_sha256
 from genkit.pipelines.crystal_tree_search.relaxation import RelaxationSettings
 from genkit.pipelines.crystal_tree_search.rewards import SpaceGroupReward, assess_stability
-from genkit.pipelines.crystal_tree_search.structures import take
+from genkit.pipelines.crystal_tree_search.structures import concatenate, take
 from genkit.pipelines.crystal_tree_search.symmetry import space_group_ladder
 from genkit.pipelines.crystal_tree_search.validity import ValidityRules
 from genkit.samplers.tree.objectives import Directions
@@ -284,7 +284,9 @@ def _second_judge(folder: str) -> tuple[Potential, Hull]:
     path = Path(folder) / f"hull-{potential.name}-{potential.version}-{proto8_sha256()[:12]}.json"
     if not path.is_file():
         known = Proto8("all", augment=False)
-        made = Hull.from_potential(known[torch.arange(len(known))], potential)
+        made = Hull.from_potential(
+            concatenate([element_crystals(), take(known[torch.arange(len(known))], slice(None))]), potential
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"composition": dict(e.composition), "energy_per_atom": e.energy} for e in made.entries]
         save_json(path, {"entries": rows})

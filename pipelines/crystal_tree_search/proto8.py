@@ -34,6 +34,7 @@ __all__ = [
     "TEST_SHARE",
     "Proto8",
     "Proto8Hull",
+    "element_crystals",
     "in_test_split",
     "load_hull",
     "metadata",
@@ -130,6 +131,19 @@ def load_hull() -> Proto8Hull:
         numbers=numbers,
         energies=torch.from_numpy(table["hull_energies"].astype(np.float64)),
     )
+
+
+def element_crystals() -> dict[str, Tensor]:
+    """The crystal of least CHGNet energy of each element, a batch in order of the number (see :mod:`.structures`).
+
+    They are the ends of the hull, and no part of the set: with :meth:`.hull.Hull.from_potential` they and the set make
+    the hull of another potential.
+    """
+    table = _table()
+    six, coordinates = torch.from_numpy(table["element_lattice"]), torch.from_numpy(table["element_coordinates"])
+    mask = torch.arange(coordinates.shape[1]) < torch.from_numpy(table["element_sizes"].astype(np.int64)).unsqueeze(1)
+    numbers = torch.from_numpy(table["elements"].astype(np.int64)).unsqueeze(1) * mask
+    return {"lattice": six[:, torch.tensor(_PLACES)], "coordinates": coordinates, "numbers": numbers, "mask": mask}
 
 
 class Proto8:

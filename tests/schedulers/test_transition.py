@@ -247,6 +247,23 @@ def test_a_product_acts_field_by_field_and_passes_the_mask():
     close(kernel.log_prob(sample), lattice + coords)
 
 
+def test_a_field_walks_at_its_own_power_of_the_time():
+    """All methods see t^p, float and tensor alike, and the configuration keeps p."""
+    plain, x, output = product(), crystal(0), crystal(5)
+    powered = ProductScheduler(plain.schedulers, plain.masks, {"lattice": 3.0})
+    powered = ProductScheduler.from_config(powered.config)
+    t, s = torch.tensor([0.9, 0.5, 0.3]), torch.tensor([0.7, 0.2, 0.0])
+    for a, b in ((t, s), (0.9, 0.7)):
+        alike, ahead = plain.transition(output, a, b, x), plain.transition(output, a**3, b**3, x)
+        found = powered.transition(output, a, b, x)
+        close(found.parts["lattice"].mean, ahead.parts["lattice"].mean)
+        close(found.parts["lattice"].std, ahead.parts["lattice"].std)
+        close(found.parts["coords"].mean, alike.parts["coords"].mean)
+        close(powered.to_x0(output, a, x)["lattice"], plain.to_x0(output, a**3, x)["lattice"])
+        close(powered.add_noise(x, output, a)["lattice"], plain.add_noise(x, output, a**3)["lattice"])
+    assert torch.equal(powered.transition(output, t, torch.zeros(3), x).mode["mask"], x["mask"])
+
+
 def test_fields_read_independent_streams():
     scheduler = ProductScheduler({"a": FlowScheduler(), "b": FlowScheduler()})
     prior = scheduler.prior(keys_of(3), {"a": (4,), "b": (4,)})
@@ -260,6 +277,10 @@ def test_a_product_names_what_is_wrong():
         ProductScheduler({"a": object()})
     with pytest.raises(ConfigError, match="'coord', which has no scheduler.*Did you mean 'coords'"):
         ProductScheduler({"coords": FlowScheduler()}, {"coord": "mask"})
+    with pytest.raises(ConfigError, match="powers names the field 'coord'.*Did you mean 'coords'"):
+        ProductScheduler({"coords": FlowScheduler()}, powers={"coord": 2.0})
+    with pytest.raises(ConfigError, match=r"powers\['coords'\].*above 0"):
+        ProductScheduler({"coords": FlowScheduler()}, powers={"coords": 0.0})
     with pytest.raises(ConfigError, match="FlowSchedule.*no genkit scheduler.*Did you mean 'FlowScheduler'"):
         ProductScheduler({"a": {"class": "FlowSchedule"}})
     with pytest.raises(ConfigError, match="no field 'coords'"):

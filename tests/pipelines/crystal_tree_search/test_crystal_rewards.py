@@ -24,6 +24,7 @@ from genkit.pipelines.crystal_tree_search.rewards import (
     CompositionReward,
     DensityReward,
     FormationEnergyReward,
+    NovelStabilityReward,
     ScarcityReward,
     SpaceGroupReward,
     StabilityReward,
@@ -80,6 +81,21 @@ def test_stability_is_the_clipped_distance_from_the_hull_with_its_sign_turned() 
     assert output.valid.tolist() == [True, True, False] and output.values[2].isnan()
     assert output.logs["hull/unknown"] == 1
     assert reward.assess(from_structures([NACL, MGO])).unknown.tolist() == [False, True]
+
+
+def test_known_formulas_pay_whatever_their_structure() -> None:
+    potential = Table({11: -3.0, 3: -1.0})
+    double = Structure(
+        Lattice.cubic(5.0), ["Na", "Na", "Cl", "Cl"], [[0, 0, 0], [0.5, 0.5, 0], [0.5, 0, 0], [0, 0, 0.5]]
+    )
+    given = from_structures([NACL, LIF, double])
+    plain = StabilityReward(potential, hull(([11, 17], -3.05)))(given)
+    reward = NovelStabilityReward(potential, hull(([11, 17], -3.05)), from_structures([NACL, MGO]), penalty=0.25)
+    output = reward(given)
+    assert (output.values - plain.values).tolist() == pytest.approx([-0.25, 0.0, -0.25])  # Na2Cl2 is NaCl
+    assert output.logs["formula/known"] == 2
+    with pytest.raises(ConfigError, match="penalty=-1"):
+        NovelStabilityReward(potential, hull(), from_structures([NACL]), penalty=-1)
 
 
 def test_the_clip_bounds_both_sides() -> None:

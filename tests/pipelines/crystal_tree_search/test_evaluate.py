@@ -12,8 +12,12 @@ from genkit.errors import ConfigError
 from genkit.metrics.results import ResultRow, append_rows
 from genkit.pipelines.crystal_tree_search import evaluate as module
 from genkit.pipelines.crystal_tree_search.config import Config
+from genkit.pipelines.crystal_tree_search.crystal_metrics import CrystalEvaluation
 from genkit.pipelines.crystal_tree_search.evaluate import ARMS, METHOD, evaluate, measure, row_hash, run_arm
 from genkit.pipelines.crystal_tree_search.pipeline import CrystalTreeSearchOutput
+from genkit.pipelines.crystal_tree_search.potentials import PotentialOutput
+from genkit.pipelines.crystal_tree_search.proto8 import Proto8
+from genkit.pipelines.crystal_tree_search.structures import take
 from genkit.rewards import FunctionReward
 from genkit.training import load_config
 from tests.toy_crystals import alkali_halides
@@ -38,7 +42,7 @@ def cheap(toy_pipe, monkeypatch):
     given = toy_pipe.reward
 
     def reward(objective, space_group=None):
-        return volume if objective == "stability" else given(objective, space_group)
+        return volume if objective in ("stability", "novel_stability") else given(objective, space_group)
 
     monkeypatch.setattr(toy_pipe, "reward", reward)
     return toy_pipe
@@ -94,6 +98,37 @@ def test_hits_by_hand():
     assert numbers["share/hits"] == pytest.approx(hits / 50)  # ten were not delivered
     assert numbers["hits_per_1000_calls"] == pytest.approx(2.0 * hits)
     assert 1 <= numbers["share/formulas"] * 50 <= min(hits, 12)
+
+
+class Heavy:
+    """A potential of closed form: minus a thousandth of the mean atomic number, eV per atom; it counts its calls."""
+
+    name, version = "Heavy", "1"
+    asked = 0
+
+    def energies(self, crystals, select=None):
+        self.asked += len(crystals["mask"])
+        energy = -1e-3 * crystals["numbers"].double().sum(1) / crystals["mask"].sum(1)
+        return PotentialOutput(energy, torch.ones(len(energy), dtype=torch.bool))
+
+
+def test_a_second_potential_judges_with_its_own_hull(monkeypatch, tmp_path):
+    """An energy that is linear in the composition has a flat hull: every mixture lies on it."""
+    made = []
+    monkeypatch.setattr(module, "SevenNetPotential", lambda: made.append(Heavy()) or made[-1])
+    module._second_judge.cache_clear()
+    config = make(judge="sevennet", judged=4).model_copy(update={"output_dir": str(tmp_path / "run")})
+    known = Proto8("test", augment=False)
+    crystals = take(known[torch.arange(6)], slice(None))
+    flags = {"stable": torch.tensor([True, False] * 3), "sun": torch.zeros(6, dtype=torch.bool)}
+    found = CrystalEvaluation({}, "", flags, None, torch.arange(6), [str(i) for i in range(6)], None)
+    numbers = {name: (value, n) for name, value, n in module._judge_numbers(crystals, found, config)}
+    assert numbers["judge/stable"] == (1.0, 4) and numbers["judge/of_stable"] == (1.0, 2)
+    assert numbers["judge/above_hull"][0] == pytest.approx(0.0, abs=1e-9) and "judge/of_sun" not in numbers
+    module._second_judge.cache_clear()
+    list(module._judge_numbers(crystals, found, config))
+    assert made[0].asked > 3000 and made[1].asked == 4  # the hull was kept
+    module._second_judge.cache_clear()
 
 
 def test_rows_are_told_apart_by_what_decides_them():

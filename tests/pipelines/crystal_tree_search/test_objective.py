@@ -30,8 +30,10 @@ FAMILIES = ("matter", "diffcsp")
 SMALL = {"width": 32, "blocks": 2, "pair_width": 8}
 
 
-def objective_of(crystals, family: str = "matter", seed: int = 0, model=None, **options) -> CrystalDiffusionObjective:
-    codec = fit_codec(crystals, family)
+def objective_of(
+    crystals, family: str = "matter", seed: int = 0, model=None, powers=None, **options
+) -> CrystalDiffusionObjective:
+    codec = fit_codec(crystals, family, time_powers=powers)
     if model is None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
@@ -55,15 +57,16 @@ def loss_of(objective, crystals, rows=slice(None), step: int = 0, ids: torch.Ten
 # ---- the losses -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("powers", [{}, {"lattice": 4.0, "types": 6.0}], ids=["one time", "own times"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_losses_of_a_network_that_says_nothing(family):
+def test_the_losses_of_a_network_that_says_nothing(family, powers):
     """A new network's outputs are 0, so each loss is the size of its target, written out here."""
     crystals = random_crystals(400)
-    objective = objective_of(crystals, family, given_types=0.0)
+    objective = objective_of(crystals, family, powers=powers, given_types=0.0)
     logs = loss_of(objective, crystals, step=3).logs
     keys, mask = training_keys(7, 3, torch.arange(400)), crystals["mask"]
     t = keys.at(purpose="time").uniform().to(torch.float32)
-    alpha, sigma = (c.float()[:, None] for c in VPScheduler().alpha_sigma(t))
+    alpha, sigma = (c.float()[:, None] for c in VPScheduler().alpha_sigma(t ** powers.get("lattice", 1.0)))
     clean = objective.codec.encode(crystals)
     v = alpha * keys.at(purpose="noise/lattice").normal((6,)) - sigma * clean["lattice"]
     assert float(logs["lattice"]) == pytest.approx(float(v.square().mean()), rel=1e-5)
@@ -77,9 +80,11 @@ def test_the_losses_of_a_network_that_says_nothing(family):
     assert float(logs["coordinates"]) == pytest.approx(float(torch.stack(per_crystal).mean()), rel=1e-4)
 
     if family == "matter":
-        hidden = (keys.at(purpose="noise/types").uniform((5,)) < t.double()[:, None]) & mask
-        expected = math.log(3.0) * hidden.sum(1) / mask.sum(1) / t.clamp(min=0.1)
+        power = powers.get("types", 1.0)
+        hidden = (keys.at(purpose="noise/types").uniform((5,)) < (t**power).double()[:, None]) & mask
+        expected = math.log(3.0) * hidden.sum(1) / mask.sum(1) * power / t.clamp(min=0.1)
     else:
+        alpha, sigma = (c.float()[:, None] for c in VPScheduler().alpha_sigma(t ** powers.get("types", 1.0)))
         one_hot = alpha[..., None] * keys.at(purpose="noise/types").normal((5, 3)) - sigma[..., None] * clean["types"]
         expected = (one_hot.square().mean(-1) * mask).sum(1) / mask.sum(1)
     assert float(logs["types"]) == pytest.approx(float(expected.mean()), rel=1e-4)

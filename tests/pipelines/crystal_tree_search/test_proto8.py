@@ -19,6 +19,7 @@ from genkit.pipelines.crystal_tree_search.proto8 import (
     STABLE,
     TEST_SHARE,
     Proto8,
+    element_crystals,
     in_test_split,
     load_hull,
     metadata,
@@ -151,6 +152,16 @@ def test_energies_are_those_of_the_crystals_as_stored():
     rows = torch.arange(0, len(whole()), max(1, len(whole()) // 8))
     energies = CHGNetPotential().energies({k: v[rows] for k, v in crystals().items()}).energy
     torch.testing.assert_close(energies, whole().energy[rows].double(), rtol=0.0, atol=2e-4)
+
+
+def test_the_elements_at_the_ends_of_the_hull_have_the_energies_of_the_hull():
+    pytest.importorskip("chgnet")
+    from genkit.pipelines.crystal_tree_search.potentials import CHGNetPotential
+
+    found, known = element_crystals(), load_hull().elements
+    assert [sorted(set(row) - {0}) for row in found["numbers"].tolist()] == [[number] for number in known]
+    energies = CHGNetPotential().energies(found).energy
+    torch.testing.assert_close(energies, torch.tensor(list(known.values()), dtype=torch.float64), rtol=0.0, atol=2e-4)
 
 
 # ---- the hull -------------------------------------------------------------------------------------------------------
