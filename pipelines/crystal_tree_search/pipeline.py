@@ -43,10 +43,10 @@ from genkit.samplers.noise import draw_keys
 from genkit.samplers.tree.chain import Chain
 from genkit.samplers.tree.engine import MODES, SearchOptions, TreeSearch
 from genkit.samplers.tree.objectives import PerObjective
-from genkit.samplers.tree.population import PopulationResult, beam, best_of_n, self_normalised, smc
+from genkit.samplers.tree.population import beam, best_of_n, self_normalised, smc
 from genkit.samplers.tree.proposals import GuidedProposal, tune_guidance
 from genkit.samplers.tree.result import TreeResult
-from genkit.samplers.tree.rows import take
+from genkit.samplers.tree.rows import draw_distinct, take
 from genkit.schedulers.product import ProductScheduler
 from genkit.serialization import load_json, save_json
 
@@ -435,7 +435,8 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         report |= {"seconds": dict(result.seconds), "effective_share_by_level": list(result.ess)}
         rows = torch.arange(len(result))
         if mode in ("snis", "smc"):
-            rows = _distinct(result, num, generator)
+            chance = torch.where(result.valid, result.log_weights.double(), -math.inf).softmax(0)
+            rows = draw_distinct(chance, num, int(draw_keys(generator, 1).key[0])).to(chance.device)
         found = {name: take(getattr(result, name), rows) for name in ("rewards", "valid")}
         found |= {"states": take(result.samples, rows), "ids": [f"sample-{i:06d}" for i in rows.tolist()]}
         return found | {"tree": result, "report": report}
@@ -509,14 +510,6 @@ def _check_options(options: Mapping[str, Any], known: Sequence[str], mode: str) 
 
 def _seeded(key: int) -> torch.Generator:
     return torch.Generator().manual_seed(key % 2**63)
-
-
-def _distinct(result: PopulationResult, num: int, generator: torch.Generator | None) -> Tensor:
-    """Rows drawn by their weights without repetition (Gumbel top-k)."""
-    usable = torch.nonzero(result.valid & (result.log_weights > -math.inf)).squeeze(1)
-    uniform = torch.rand(len(usable), generator=generator, dtype=torch.float64).clamp_min(1e-300)
-    score = result.log_weights[usable].cpu() - (-uniform.log()).log()
-    return usable[score.argsort(descending=True)[:num].to(usable.device)]
 
 
 def write_structures(output: CrystalTreeSearchOutput, folder: str | Path) -> None:

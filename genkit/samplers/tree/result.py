@@ -23,9 +23,9 @@ from genkit._checks import checked_count
 from genkit.errors import ConfigError
 from genkit.samplers.noise import Keys, draw_keys
 from genkit.samplers.tree.backup import segment_starts
-from genkit.samplers.tree.chain import take
 from genkit.samplers.tree.judging import LeafLog
 from genkit.samplers.tree.proposals import effective_share
+from genkit.samplers.tree.rows import draw_distinct, take
 from genkit.samplers.tree.selection import Policy, Scalarisation, SingleObjective, boltzmann, select_uniforms, shares
 from genkit.samplers.tree.store import Floats, Ints, NodeStore
 
@@ -189,8 +189,7 @@ class TreeResult:
         """Draws valid leaves without replacement: each next one with probability ∝ `probabilities`, of those left.
 
         Leaves with the same state, bit by bit, count as one (the first judged), with the sum of their probabilities;
-        every tree has the same weight. Gumbel top-k: Kool, van Hoof, Welling, "Stochastic beams and where to find
-        them", ICML 2019.
+        every tree has the same weight (:func:`~genkit.samplers.tree.rows.draw_distinct`).
 
         Args:
             num: how many at most; fewer where fewer distinct leaves have a probability.
@@ -208,9 +207,8 @@ class TreeResult:
         total = np.bincount(content, weights=chance[rows], minlength=len(first))
         rows, order = rows[first], np.argsort(first)  # streams by the order of judgement
         rows, total = rows[order], total[order]
-        keys = Keys(key.expand(len(rows)), torch.arange(len(rows)), torch.zeros((), dtype=torch.int64), "distinct")
-        drawn = np.argsort(keys.exponential().numpy() / total, kind="stable")[:num]
-        return self.leaves.take(torch.from_numpy(rows[drawn]))
+        drawn = draw_distinct(torch.from_numpy(total), num, int(key))
+        return self.leaves.take(torch.from_numpy(rows)[drawn])
 
     def _mean_probabilities(self, key: int, parameter: Tensor | None) -> Floats:
         if parameter is not None or isinstance(self.objectives, SingleObjective):

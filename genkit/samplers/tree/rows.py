@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["State", "put", "row_count", "stack_rows", "take", "where_rows"]
+from genkit.samplers.noise import Keys
+
+__all__ = ["State", "draw_distinct", "put", "row_count", "stack_rows", "take", "where_rows"]
 
 State = Any
 
@@ -34,6 +36,19 @@ def put(state: State, rows: Tensor, values: State) -> None:
             value[rows] = values[name].to(value.dtype)
     else:
         state[rows] = values.to(state.dtype)
+
+
+def draw_distinct(weights: Tensor, num: int, key: int) -> Tensor:
+    """Positions drawn without replacement, each next one with probability ∝ ``weights`` (n,) of those left.
+
+    At most ``num``, in the order of the draws; what has no weight is never drawn. The ``num`` least of exponential
+    numbers over the weights: Kool, van Hoof, Welling, "Stochastic beams and where to find them", ICML 2019.
+    """
+    chance = weights.detach().cpu().to(torch.float64)
+    rows = torch.nonzero(chance > 0.0).squeeze(1)
+    zero = torch.zeros((), dtype=torch.int64)
+    keys = Keys(torch.full((len(rows),), key), torch.arange(len(rows)), zero, "distinct")
+    return rows[torch.argsort(keys.exponential() / chance[rows], stable=True)[:num]]
 
 
 def stack_rows(states: Sequence[State]) -> State:
