@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from genkit.errors import ConfigError
-from genkit.rewards import FunctionReward
+from genkit.rewards import FunctionReward, reward_output
 from genkit.samplers.tree import PerObjective, SearchOptions, TreeSearch
 from tests.samplers.tree.toys import STEPS, MixtureChain, finite_chain
 
@@ -147,3 +147,18 @@ def test_a_search_that_ends_before_takes_the_scale_of_what_there_is():
     assert torch.equal(found.objectives.bounds, PerObjective(2).fit(found.leaves.rewards).bounds)
     columns = found.objectives.columns(found.leaves.rewards).numpy()
     np.testing.assert_array_equal(found.store.values[found.leaves.node], columns)
+
+
+# --- what the reward logs ---------------------------------------------------------------------------------------------
+
+
+def test_counts_that_the_reward_logs_are_added_up_and_survive_a_break(tmp_path):
+    def counting(x, context):
+        return reward_output(-(x**2), logs={"left": int((x < 0.0).sum()), "mean": float(x.mean())})
+
+    options = {"reward": FunctionReward(counting), "reward_batch": 7}
+    found = search(200, **options)
+    assert found.diagnostics()["reward_logs"] == {"left": int((found.leaves.states < 0.0).sum())}
+    search(120, run={"save_dir": tmp_path, "save_every": 40}, **options)
+    again = search(200, run={"save_dir": tmp_path, "resume": True}, **options)
+    assert again.counts["reward_logs"] == found.counts["reward_logs"]

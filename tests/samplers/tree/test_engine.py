@@ -10,7 +10,7 @@ import torch
 from scipy.stats import chisquare
 
 from genkit.errors import ConfigError
-from genkit.rewards import FunctionReward, Reward, reward_output
+from genkit.rewards import FunctionReward, Reward
 from genkit.samplers.noise import Keys
 from genkit.samplers.tree import NodeStore, SearchOptions, SingleObjective, TreeSearch
 from genkit.samplers.tree.backup import renew_all
@@ -408,14 +408,6 @@ def test_what_cannot_be_judged_reaches_no_ancestor(how, floor):
         assert found.best(1000).valid.all()
     if how == "raises":
         assert found.failures[0]["error"] == "ValueError" and "isolated" in found.failures[0]["message"]
-
-
-def test_counts_that_the_reward_logs_are_added_up():
-    def counting(x, context):
-        return reward_output(-(x**2), logs={"left": int((x < 0.0).sum()), "mean": float(x.mean())})
-
-    found = search(MixtureChain(levels=LEVELS), 200, FunctionReward(counting), reward_batch=7)
-    assert found.diagnostics()["reward_logs"] == {"left": int((found.leaves.states < 0.0).sum())}
 
 
 def test_states_that_are_not_finite_are_not_shown_to_the_reward():
