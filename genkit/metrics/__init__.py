@@ -1,4 +1,4 @@
-"""Measures of samples: tails, risk backtests, mode coverage, text, several objectives."""
+"""Measures of samples: tails, risk backtests, mode coverage, images, text, several objectives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,29 @@ from typing import TYPE_CHECKING
 from genkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from genkit.metrics.ensemble import ForecastComparison as ForecastComparison
+    from genkit.metrics.ensemble import block_bootstrap as block_bootstrap
+    from genkit.metrics.ensemble import compare_forecasts as compare_forecasts
+    from genkit.metrics.ensemble import crps as crps
+    from genkit.metrics.ensemble import energy_score as energy_score
+    from genkit.metrics.ensemble import latitude_weights as latitude_weights
+    from genkit.metrics.ensemble import rank_histogram as rank_histogram
+    from genkit.metrics.ensemble import reliability_index as reliability_index
+    from genkit.metrics.ensemble import spread_skill as spread_skill
+    from genkit.metrics.ensemble import weighted_mean as weighted_mean
+    from genkit.metrics.images import ClassDiversity as ClassDiversity
+    from genkit.metrics.images import FrechetFloor as FrechetFloor
+    from genkit.metrics.images import PrecisionRecall as PrecisionRecall
+    from genkit.metrics.images import RadialSpectrum as RadialSpectrum
+    from genkit.metrics.images import SpectrumOfChange as SpectrumOfChange
+    from genkit.metrics.images import class_diversity as class_diversity
+    from genkit.metrics.images import frechet_distance as frechet_distance
+    from genkit.metrics.images import frechet_floor as frechet_floor
+    from genkit.metrics.images import hypervolume_difference as hypervolume_difference
+    from genkit.metrics.images import hypervolume_interval as hypervolume_interval
+    from genkit.metrics.images import precision_recall as precision_recall
+    from genkit.metrics.images import radial_spectrum as radial_spectrum
+    from genkit.metrics.images import spectrum_of_change as spectrum_of_change
     from genkit.metrics.modes import ModeCoverage as ModeCoverage
     from genkit.metrics.modes import mode_coverage as mode_coverage
     from genkit.metrics.pareto import ParetoArchive as ParetoArchive
@@ -75,8 +98,31 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "quantile_score": ".risk",
         "value_at_risk": ".risk",
         "value_at_risk_and_shortfall": ".risk",
+        "ForecastComparison": ".ensemble",
+        "block_bootstrap": ".ensemble",
+        "compare_forecasts": ".ensemble",
+        "crps": ".ensemble",
+        "energy_score": ".ensemble",
+        "latitude_weights": ".ensemble",
+        "rank_histogram": ".ensemble",
+        "reliability_index": ".ensemble",
+        "spread_skill": ".ensemble",
+        "weighted_mean": ".ensemble",
         "ModeCoverage": ".modes",
         "mode_coverage": ".modes",
+        "ClassDiversity": ".images",
+        "FrechetFloor": ".images",
+        "PrecisionRecall": ".images",
+        "RadialSpectrum": ".images",
+        "SpectrumOfChange": ".images",
+        "class_diversity": ".images",
+        "frechet_distance": ".images",
+        "frechet_floor": ".images",
+        "hypervolume_difference": ".images",
+        "hypervolume_interval": ".images",
+        "precision_recall": ".images",
+        "radial_spectrum": ".images",
+        "spectrum_of_change": ".images",
         "ParetoArchive": ".pareto",
         "epsilon_dominance_thinning": ".pareto",
         "hypervolume": ".pareto",

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from genkit.rewards.check import RewardCheck as RewardCheck
     from genkit.rewards.check import check_differentiable as check_differentiable
     from genkit.rewards.combine import WeightedSum as WeightedSum
+    from genkit.rewards.crps import CRPSReward as CRPSReward
     from genkit.rewards.stack import StackedRewards as StackedRewards
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "CRPSReward": ".crps",
         "FunctionReward": ".base",
         "GaussianMixtureLogDensity": ".analytic",
         "LinearFunctional": ".analytic",

@@ -159,6 +159,8 @@ def test_counts_that_the_reward_logs_are_added_up_and_survive_a_break(tmp_path):
     options = {"reward": FunctionReward(counting), "reward_batch": 7}
     found = search(200, **options)
     assert found.diagnostics()["reward_logs"] == {"left": int((found.leaves.states < 0.0).sum())}
-    search(120, run={"save_dir": tmp_path, "save_every": 40}, **options)
-    again = search(200, run={"save_dir": tmp_path, "resume": True}, **options)
+    run = {"save_dir": tmp_path, "save_every": 10}
+    with pytest.raises(Stop):
+        search(200, run=run | {"callback": interrupted_after(3)}, **options)
+    again = search(200, run=run | {"resume": True}, **options)
     assert again.counts["reward_logs"] == found.counts["reward_logs"]
