@@ -1,4 +1,4 @@
-"""Measures of samples: tails, risk backtests, mode coverage, images, text, several objectives."""
+"""Measures of samples: tails, risk backtests, ensemble forecasts, mode coverage, images, text, several objectives."""
 
 from __future__ import annotations
 
