@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 from genkit._lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from genkit.data.digits import Digits as Digits
+    from genkit.data.emoji import Emoji as Emoji
+    from genkit.data.emoji import EmojiPack as EmojiPack
+    from genkit.data.emoji import read_emoji_pack as read_emoji_pack
+    from genkit.data.long_tail import Cifar10LT as Cifar10LT
+    from genkit.data.long_tail import exponential_profile as exponential_profile
     from genkit.data.mixtures import StableMixture as StableMixture
     from genkit.data.returns import MarketReturns as MarketReturns
     from genkit.data.returns import PriceTable as PriceTable
@@ -28,6 +34,12 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "Digits": ".digits",
+        "Emoji": ".emoji",
+        "EmojiPack": ".emoji",
+        "read_emoji_pack": ".emoji",
+        "Cifar10LT": ".long_tail",
+        "exponential_profile": ".long_tail",
         "MarketReturns": ".returns",
         "PriceTable": ".returns",
         "ewma_volatility": ".returns",

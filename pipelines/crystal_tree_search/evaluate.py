@@ -177,7 +177,7 @@ def run_arm(
     rollouts = budget.rollouts * (8 if arm == "reference" else 1)
     if options["mode"] in ("dts", "dts_star"):
         rollouts, options["max_network_calls"] = 8 * budget.rollouts, calls
-        options |= {"widening": budget.widening, "min_visits": budget.min_visits}
+        options |= {"widening": tuple(budget.widening), "min_visits": budget.min_visits}
     output = pipe(
         rollouts,
         budget.num_samples,
@@ -350,7 +350,7 @@ def _pareto_numbers(
     calls = budget.rollouts * budget.num_inference_steps
     options: dict[str, Any] = {"mode": "dts", "objectives": list(OBJECTIVES), "output_type": "pt", "lam": budget.lam}
     options |= {"num_inference_steps": budget.num_inference_steps, "levels": budget.levels, "slots": budget.slots}
-    options |= {"widening": budget.widening, "min_visits": budget.min_visits}
+    options |= {"widening": tuple(budget.widening), "min_visits": budget.min_visits}
     size = len(OBJECTIVES)
     ways: list[Any] = [None]
     if arm == "dts_single":
