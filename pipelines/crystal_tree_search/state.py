@@ -138,6 +138,8 @@ class CrystalCodec(ConfigMixin):
         type_scale: length of a one-hot type (``"diffcsp"``).
         max_atoms: N, entries a crystal is padded to.
         num_atoms: probabilities (or counts) of n = 1 … N; None: all equal.
+        num_atoms_by_group: space group (as text) → counts of n = 1 … N among its crystals, which a guided proposal
+            draws n from.
         sigma_min, sigma_max: widths of the coordinates' noise, in fractional units.
         schedule: noise levels of the Gaussian fields, of :class:`~genkit.schedulers.VPScheduler`.
         time_powers: field → p, its own time being t^p: above 1 it is decided before the others
@@ -163,6 +165,7 @@ class CrystalCodec(ConfigMixin):
         sigma_max: float = 0.5,
         schedule: str = "cosine",
         time_powers: Mapping[str, float] | None = None,
+        num_atoms_by_group: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         self.elements = _checked_elements(elements)
         self.family = _checked_family(family)
@@ -172,6 +175,10 @@ class CrystalCodec(ConfigMixin):
         self.type_scale = checked_number("type_scale", type_scale, "a number above 0", lambda v: 0.0 < v < math.inf)
         self.max_atoms = checked_count("max_atoms", max_atoms)
         self.num_atoms = _checked_probabilities(num_atoms, self.max_atoms)
+        self.num_atoms_by_group = {
+            int(group): _checked_probabilities(counts, self.max_atoms)
+            for group, counts in (num_atoms_by_group or {}).items()
+        }
         self._levels = {"sigma_min": sigma_min, "sigma_max": sigma_max}
         self._schedule, self._powers = schedule, dict(time_powers or {})
         self.scheduler()  # refuses its options now
@@ -377,7 +384,16 @@ def fit_codec(
         sigma_min=sigma_min,
         sigma_max=sigma_max,
         time_powers=dict(time_powers or {}),
+        num_atoms_by_group=_counts_by_group(crystals.get("space_group"), count, width),
     )
+
+
+def _counts_by_group(groups: Tensor | None, count: Tensor, width: int) -> dict[str, list[int]] | None:
+    if groups is None:
+        return None
+    table = torch.zeros(231, width + 1, dtype=torch.int64)
+    table.index_put_((groups, count), torch.ones_like(count), accumulate=True)
+    return {str(g): table[g, 1:].tolist() for g in torch.unique(groups).tolist() if g > 0}
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
