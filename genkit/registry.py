@@ -27,7 +27,12 @@ SAMPLE_FILES = {"crystal_tree_search": (".extxyz", ".xyz", ".cif", ".vasp", ".po
 
 def method_names() -> list[str]:
     """The methods that this installation contains, in the order of `METHODS`."""
-    return [name for name, package in METHODS.items() if importlib.util.find_spec(package) is not None]
+    return [name for name, package in METHODS.items() if _is_complete(package)]
+
+
+def _is_complete(package: str) -> bool:
+    """Whether a method is here and can be configured."""
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(f"{package}.config") is not None
 
 
 def method_module(name: str, part: str) -> ModuleType:

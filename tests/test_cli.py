@@ -31,8 +31,9 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def fake_method(monkeypatch: pytest.MonkeyPatch, name: str, **parts: object) -> None:
     """A method whose parts are the given functions."""
     package = f"toy_methods_{name}"
-    for part, function in ({"": None} | parts).items():
+    for part, function in ({"": None, "config": None} | parts).items():
         module = ModuleType(f"{package}.{part}" if part else package)
+        module.__path__ = []
         module.__spec__ = importlib_spec(module.__name__)
         if part:
             setattr(module, part, function)

@@ -236,9 +236,10 @@ def measure(
 
 
 def _mean_weight(output: CrystalTreeSearchOutput) -> tuple[str, float, int]:
-    """The mean of p/q over all edges of the walk (the number of atoms and the noise are drawn from the base's)."""
+    """The mean of p/q over all edges but the noise's, which is drawn from the base's: number of atoms and walk."""
     store = output.tree.store
-    edges = store.depth[: store.size] > 2
+    depth = store.depth[: store.size]
+    edges = (depth == 1) | (depth > 2)
     return "mean_weight", float(np.exp(store.log_weight[: store.size][edges]).mean()), int(edges.sum())
 
 

@@ -299,7 +299,9 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
             times=times,
             levels=levels,
             proposal=self._proposal(condition, guidance_scale, base_probability),
-            stages=self.codec.stages(formula),
+            stages=self.codec.stages(
+                formula, condition.get("space_group"), 0.0 if mode == "base" else base_probability
+            ),
             batch_size=batch_size,
         )
         pilot_calls = 0

@@ -288,21 +288,28 @@ class CrystalCodec(ConfigMixin):
             zeros["types"] = torch.full(mask.shape, self.mask_id, dtype=torch.int64, device=mask.device)
         return {**zeros, "mask": mask}
 
-    def stages(self, formula: Mapping[str | int, int] | None = None) -> list[Stage]:
-        """The prior as levels of a tree: the number of atoms, then noise; with a ``formula`` the noise alone."""
+    def stages(
+        self,
+        formula: Mapping[str | int, int] | None = None,
+        space_group: int | None = None,
+        base_probability: float = 0.0,
+    ) -> list[Stage]:
+        """The prior as levels of a tree: the number of atoms, then noise; with a ``formula`` the noise alone.
+
+        Args:
+            formula: fixes the composition.
+            space_group: n is drawn from its law among the crystals of that group, and weighed back.
+            base_probability: π₀, the share of n that is drawn from the prior's own law, so that weights are at most
+                1/π₀.
+        """
         if formula is None:
-            return [self.draw_num_atoms, self.draw_noise]
+            law, given = self.num_atoms, self.num_atoms_by_group.get(space_group or 0)
+            if given is not None:
+                pairs = zip(self.num_atoms, given, strict=True)
+                law = tuple(base_probability * p + (1.0 - base_probability) * q for p, q in pairs)
+            return [NumAtomsStage(self, law), self.draw_noise]
         types, mask = self.composition(formula)
         return [lambda keys, state, context: self._noise(keys, types, mask, context)]
-
-    def draw_num_atoms(self, keys: Keys, state: Any = None, context: Mapping[str, Tensor] | None = None) -> State:
-        """Stage 1: n from its probabilities, or the context's ``num_atoms`` (B,); everything else is still empty."""
-        if context is not None and "num_atoms" in context:
-            count = context["num_atoms"].to(keys.key.device)
-        else:
-            cumulative = torch.tensor(self.num_atoms, dtype=torch.float64, device=keys.key.device).cumsum(0)
-            count = 1 + (cumulative[:-1] <= keys.uniform((1,)) * cumulative[-1]).sum(dim=1)
-        return self.empty_state(torch.arange(self.max_atoms, device=count.device) < count.unsqueeze(-1))
 
     def draw_noise(self, keys: Keys, state: State, context: Mapping[str, Tensor] | None = None) -> State:
         """Stage 2: pure noise for the atoms of ``state``."""
@@ -347,6 +354,37 @@ class CrystalCodec(ConfigMixin):
         given = self._padded(torch.tensor([numbers]))
         index = self._indices(given, given > 0)
         return (index if self.family == "matter" else self._one_hot(index)), given > 0
+
+
+@dataclass(frozen=True)
+class NumAtomsStage:
+    """The prior's first stage: n from a law of 1 … N, or the context's ``num_atoms`` (B,); all else is still empty.
+
+    Args:
+        codec: whose prior it is.
+        law: probabilities of n = 1 … N that n is drawn from.
+    """
+
+    codec: CrystalCodec
+    law: tuple[float, ...]
+
+    def __call__(self, keys: Keys, state: Any = None, context: Mapping[str, Tensor] | None = None) -> State:
+        """States with nothing but their masks drawn."""
+        if context is not None and "num_atoms" in context:
+            count = context["num_atoms"].to(keys.key.device)
+        else:
+            cumulative = torch.tensor(self.law, dtype=torch.float64, device=keys.key.device).cumsum(0)
+            count = 1 + (cumulative[:-1] <= keys.uniform((1,)) * cumulative[-1]).sum(dim=1)
+        return self.codec.empty_state(torch.arange(self.codec.max_atoms, device=count.device) < count.unsqueeze(-1))
+
+    def log_weight(self, state: State, context: Mapping[str, Tensor] | None = None) -> Tensor:
+        """log of the prior's probability of n over the law's, float64 (B,); 0 where the context gave n."""
+        count = state["mask"].sum(dim=1)
+        if context is not None and "num_atoms" in context:
+            return torch.zeros(len(count), dtype=torch.float64, device=count.device)
+        laws = (self.codec.num_atoms, self.law)
+        prior, law = (torch.tensor(p, dtype=torch.float64, device=count.device)[count - 1] for p in laws)
+        return (prior / law).log()
 
 
 def fit_codec(

@@ -49,7 +49,8 @@ class Chain:
             the last one n.
         proposal: a guided kernel to draw from; None: the base's own.
         stages: functions (keys, state, context) → state that draw the prior one level after the other; the first gets
-            the state None. By default one stage, ``scheduler.prior``.
+            the state None. By default one stage, ``scheduler.prior``. A stage that draws from another law than the
+            prior's has a method ``log_weight(state, context)``, log p/q of what it drew, (B,).
         shape: the shape of one sample (one a field where states have parts), for the default stage.
         eta: stochasticity of the kernel; None: the scheduler's own.
         batch_size: rows of one network call; more rows go in several calls. None: all at once.
@@ -116,6 +117,14 @@ class Chain:
     def draw_stage(self, depth: int, state: State, keys: Keys, context: Context | None = None) -> State:
         """States of the prior's stage ``depth`` (1 … ``num_stages``), given those of the stage before."""
         return self.stages[depth - 1](keys.at(step=depth, purpose=f"stage {depth}"), state, context)
+
+    def stage_log_weight(self, depth: int, state: State, context: Context | None = None) -> Tensor:
+        """log p/q of states that the prior's stage ``depth`` drew, float64 (B,): 0 where it draws from the prior."""
+        weigh = getattr(self.stages[depth - 1], "log_weight", None)
+        if weigh is None:
+            return torch.zeros(row_count(state), dtype=torch.float64)
+        weight: Tensor = weigh(state, context)
+        return weight.detach().to("cpu", torch.float64)
 
     def draw_branch(self, keys: Keys, depth: int | Tensor) -> Tensor:
         """Whether the edge that leaves each row's ``depth`` is guided, bool (B,)."""

@@ -316,8 +316,8 @@ class _Run:
                 before = None if stage == 1 else self.store.state_of(node[rows])
                 context = self._rows(self.context, sims[rows])
                 drawn = chain.draw_stage(stage, before, self._keys(sims[rows]), context)
-                depth = np.full(len(rows), stage)
-                node[rows] = self.store.append(node[rows], depth, np.zeros(len(rows)), drawn)
+                weight = chain.stage_log_weight(stage, drawn, context).numpy()
+                node[rows] = self.store.append(node[rows], np.full(len(rows), stage), weight, drawn)
         self.sim[slots], self.node[slots] = sims, node
         depth = self.store.depth[node].astype(np.int64)
         self.step[slots] = self._first[depth]

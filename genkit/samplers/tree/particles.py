@@ -175,15 +175,18 @@ class ParticleWalk:
         """The macro-edges, counted from 0, with a progress bar where one is wanted."""
         return _progress(len(self.chain.levels), self.progress)
 
-    def start(self) -> State:
-        """Rows of the prior, through all its stages."""
-        parts = []
+    def start(self) -> tuple[State, Tensor]:
+        """Rows of the prior, through all its stages, and log p/q of what these drew, (B,)."""
+        parts, weights = [], []
         for rows in self._chunks():
             state: State = None
+            context, total = take(self.context, rows), torch.zeros(len(self.keys[rows]), dtype=torch.float64)
             for depth in range(1, self.chain.num_stages + 1):
-                state = self.chain.draw_stage(depth, state, self.keys[rows], take(self.context, rows))
+                state = self.chain.draw_stage(depth, state, self.keys[rows], context)
+                total = total + self.chain.stage_log_weight(depth, state, context)
             parts.append(state)
-        return stack_rows(parts)
+            weights.append(total)
+        return stack_rows(parts), torch.cat(weights).to(self.groups.device)
 
     def advance(self, edge: int, state: State, guided: Tensor, outputs: Outputs | None = None) -> tuple[State, Tensor]:
         """All rows at the end of a macro-edge, and Σ (log p − log q) of what was drawn; ``outputs`` at its start."""
@@ -235,8 +238,8 @@ class ParticleWalk:
 
     def rollouts(self, guided: bool = False) -> tuple[State, Tensor, tuple[float, ...]]:
         """Clean rows, their log-weights (B,) and the effective share after each edge; ``guided``: all, unweighted."""
-        state, ess, chain = self.start(), [], self.chain
-        log_weights = torch.zeros(len(self.groups), dtype=torch.float64, device=self.groups.device)
+        (state, log_weights), ess, chain = self.start(), [], self.chain
+        log_weights = torch.zeros_like(log_weights) if guided else log_weights
         for edge in self.edges():
             branch = chain.draw_branch(self.keys, chain.num_stages + edge)
             state, ratio = self.advance(edge, state, torch.ones_like(branch) if guided else branch)

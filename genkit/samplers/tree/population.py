@@ -218,8 +218,8 @@ def _steered(
 ) -> tuple[State, Tensor, Tensor, tuple[float, ...]]:
     """Particles at the end of the chain, log Z so far (G,), log-weights since the last resampling (G, N), and ESS."""
     chain, shape = walk.chain, (walk.num_groups, walk.size)
-    state, outputs, ess = walk.start(), None, []
-    log_weights = torch.zeros(shape, dtype=torch.float64, device=walk.groups.device)
+    (state, log_weights), outputs, ess = walk.start(), None, []
+    log_weights = log_weights.reshape(shape)
     log_z = log_weights.new_zeros(walk.num_groups)
     for edge in walk.edges():
         guided = chain.draw_branch(walk.keys, chain.num_stages + edge)
@@ -283,7 +283,7 @@ def beam(
     if part > width * branch:
         raise ConfigError(f"num_samples={num_samples}; expected at most {width * branch} for each of {groups} groups")
     walk = ParticleWalk.begin(chain, reward, groups, width * branch, generator, cond, context, slots, device, progress)
-    state, outputs = walk.start(), None
+    state, outputs = walk.start()[0], None
     for edge in walk.edges():
         guided = chain.draw_branch(walk.keys, chain.num_stages + edge)
         state, _ = walk.advance(edge, state, guided, outputs)

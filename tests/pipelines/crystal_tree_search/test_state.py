@@ -165,6 +165,28 @@ def test_crystals_are_checked():
         codec.encode({"numbers": crystals["numbers"]})
 
 
+def test_the_number_of_atoms_of_a_space_group_is_weighed_back_to_the_prior():
+    """E_q[w f(n)] = E_p[f(n)] exactly, with w at most 1/π₀ and q between the prior's law and the group's."""
+    crystals = random_crystals(60) | {"space_group": torch.arange(60) % 3}
+    codec = fit_codec(crystals, max_atoms=5)
+    counts = torch.bincount(crystals["mask"].sum(1)[crystals["space_group"] == 2], minlength=6)[1:].double()
+    assert set(codec.num_atoms_by_group) == {1, 2}  # 0 is no group
+    torch.testing.assert_close(torch.tensor(codec.num_atoms_by_group[2]).double(), counts / counts.sum())
+    stage = codec.stages(space_group=2, base_probability=0.25)[0]
+    law, prior = (torch.tensor(p, dtype=torch.float64) for p in (stage.law, codec.num_atoms))
+    torch.testing.assert_close(law, 0.25 * prior + 0.75 * counts / counts.sum())
+    empty = codec.empty_state(torch.arange(5) < torch.arange(1, 6).unsqueeze(1))
+    seen = prior > 0.0
+    weight = stage.log_weight(empty).exp()[seen]
+    torch.testing.assert_close(law[seen] * weight, prior[seen])
+    assert float(weight.max()) <= 4.0 + 1e-9
+    drawn = stage(keys_of(4000))["mask"].sum(1)
+    share = torch.bincount(drawn, minlength=6)[1:].double() / 4000
+    assert float((share - law).abs().max()) < 4.5 * 0.5 / 4000**0.5
+    for plain in (codec.stages(), codec.stages(space_group=99)):
+        assert plain[0].law == codec.num_atoms and not bool(plain[0].log_weight(empty)[seen].any())
+
+
 # ---- the prior ------------------------------------------------------------------------------------------------------
 
 

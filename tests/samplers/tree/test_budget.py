@@ -10,7 +10,8 @@ import torch
 from genkit.errors import ConfigError
 from genkit.rewards import FunctionReward, reward_output
 from genkit.samplers.tree import PerObjective, SearchOptions, TreeSearch
-from tests.samplers.tree.toys import STEPS, MixtureChain, finite_chain
+from genkit.samplers.tree.population import self_normalised, smc
+from tests.samplers.tree.toys import STEPS, MixtureChain, ToyChain, finite_chain
 
 LEVELS = (2, 4, 6, 8)
 ARRAYS = ("parent", "depth", "tree", "log_weight", "visits", "in_flight", "pending", "num_children", "values")
@@ -164,3 +165,57 @@ def test_counts_that_the_reward_logs_are_added_up_and_survive_a_break(tmp_path):
         search(200, run=run | {"callback": interrupted_after(3)}, **options)
     again = search(200, run=run | {"resume": True}, **options)
     assert again.counts["reward_logs"] == found.counts["reward_logs"]
+
+
+# --- a prior that is drawn from another law ---------------------------------------------------------------------------
+
+
+class Jumps(ToyChain):
+    """A start of 0, 1 or 2 that is drawn evenly, and normal steps; ``weighs`` weighs it back to other probabilities."""
+
+    prior, drawn = torch.tensor([0.6, 0.1, 0.3]).double(), torch.full((3,), 1.0 / 3.0).double()
+    weighs = True
+
+    def draw_stage(self, depth, state, keys, context=None):
+        return (3.0 * keys.at(step=99, purpose="start").uniform()).floor()
+
+    def stage_log_weight(self, depth, state, context=None):
+        weight = (self.prior / self.drawn).log()[state.long()]
+        return weight if self.weighs else torch.zeros_like(weight)
+
+    def step(self, state, step, guided, keys, cond=None, context=None, outputs=None):
+        self.calls += len(state)
+        moved = state + 0.2 * keys.at(step=step, purpose="move").normal().double()
+        return moved, torch.zeros(len(state), dtype=torch.float64)
+
+    def outputs(self, state, step, cond=None):
+        return (state,)
+
+    def clean(self, state, step, cond=None, context=None, outputs=None):
+        return state
+
+    def log_z(self, lam):
+        """log E exp(−λ x²/2) at the end of four steps, in closed form."""
+        scale = 1.0 + lam * 4 * 0.04
+        each = torch.exp(-0.5 * lam * torch.arange(3).double().square() / scale) / scale**0.5
+        return float((self.prior * each).sum().log())
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_a_stage_that_draws_from_another_law_is_weighed_back(weighs):
+    chain = Jumps(4, (2, 4), base_probability=0.5)
+    chain.weighs = weighs
+    reward = FunctionReward(lambda x, context: -0.5 * x**2)
+    options = SearchOptions(lam=1.0, slots=16)
+    runs = [TreeSearch.on_chain(chain, reward, options).run(48, seeded(i)) for i in range(60)]
+    found = torch.tensor([math.exp(run.log_z_first[0, 0]) for run in runs])
+    gap, noise = float(found.mean()) - math.exp(chain.log_z(1.0)), float(found.std()) / math.sqrt(len(found))
+    assert (abs(gap) < 4.0 * noise) is weighs
+    for run in runs[:3]:  # the weight is the first edge's, and part of the path's
+        state = run.store.state_of(np.arange(1, run.store.size))
+        first = run.store.depth[1 : run.store.size] == 1
+        expected = chain.stage_log_weight(1, state[first])
+        np.testing.assert_allclose(run.store.log_weight[1 : run.store.size][first], expected.numpy())
+    for method in (self_normalised, smc):
+        plain = method(chain, reward, 20_000, lam=1.0, generator=seeded(1))
+        assert (abs(plain.log_z - chain.log_z(1.0)) < 0.03) is weighs

@@ -95,6 +95,9 @@ class ToyChain:
         table[torch.tensor(self.levels) - 1] = torch.arange(len(self.levels)) + 2
         return table[step]
 
+    def stage_log_weight(self, depth, state, context=None):
+        return torch.zeros(len(state), dtype=torch.float64)
+
     def draw_branch(self, keys, depth):
         return keys.at(step=depth, purpose="branch").uniform() >= self.base_probability
 
