@@ -126,7 +126,7 @@ class StructureIndex:
         if isinstance(structures, Mapping):
             check_crystals(structures)
             self._crystals = {name: value.detach().cpu() for name, value in structures.items()}
-            keys = formula_keys(self._crystals)
+            keys: list[Any] = list(formula_keys(self._crystals))
         else:
             self._given = list(structures)
             keys = [None if one is None else formula_key([site.specie.Z for site in one]) for one in self._given]
