@@ -23,7 +23,7 @@ import torch
 import genkit
 from genkit.pipelines.crystal_tree_search.crystal_metrics import evaluate_structures
 from genkit.pipelines.crystal_tree_search.plots import draw_crystals, draw_rewards, draw_tree, interactive_tree
-from genkit.pipelines.crystal_tree_search.proto8 import Proto8
+from genkit.pipelines.crystal_tree_search.proto8 import known_crystals
 from genkit.pipelines.crystal_tree_search.relaxation import RelaxationSettings
 from genkit.pipelines.crystal_tree_search.structures import take
 from genkit.plotting import figure_style, save_figure
@@ -77,8 +77,7 @@ for depth, (nodes, entropy) in enumerate(levels, start=1):
 # ----------------
 # A few steps of relaxation, then the usual counts. *Novel* means: not among the crystals of the set that the model was
 # made with. Files of anybody's structures get the same table: ``genkit evaluate structures.extxyz``.
-known = Proto8("all", augment=False)
-references = known[torch.arange(len(known))]
+references = known_crystals()
 for name, output in (("plain samples", plain), ("search", search)):
     found = evaluate_structures(
         output.crystals, potential=pipe.potential, hull=pipe.hull, references=references,

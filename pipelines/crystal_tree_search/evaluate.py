@@ -1,9 +1,10 @@
 """The evidence: what every arm delivers from the same number of network calls on a frozen base, over several seeds.
 
 Rows are appended to ``<results_dir>/crystal_tree_search/<data>-<family>.jsonl``; a row that is there is not measured
-again. A seed is one of the search: the base is the same for all. Settings are ``stability`` (a search for small
-distances to the hull; what is delivered is relaxed, and judged again), ``space_group <g>`` (rare symmetries, with the
-condition as proposal) and ``pareto`` (stability and scarcity together, beside the same calls split over two searches).
+again. A seed is one of the search: the base is the same for all. Settings are ``stability`` (a search for stable
+crystals of new formulas; what is delivered is relaxed, and judged again), ``space_group <g>`` (rare symmetries, with
+the condition as proposal) and ``pareto`` (stability and scarcity together, beside the same calls split over two
+searches).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from genkit.pipelines.crystal_tree_search.crystal_metrics import (
 from genkit.pipelines.crystal_tree_search.hull import Hull
 from genkit.pipelines.crystal_tree_search.pipeline import CrystalTreeSearchOutput, CrystalTreeSearchPipeline
 from genkit.pipelines.crystal_tree_search.potentials import Potential, SevenNetPotential
-from genkit.pipelines.crystal_tree_search.proto8 import Proto8, element_crystals, proto8_sha256
+from genkit.pipelines.crystal_tree_search.proto8 import element_crystals, known_crystals, proto8_sha256
 from genkit.pipelines.crystal_tree_search.relaxation import RelaxationSettings
 from genkit.pipelines.crystal_tree_search.rewards import SpaceGroupReward, assess_stability
 from genkit.pipelines.crystal_tree_search.structures import concatenate, take
@@ -247,12 +248,11 @@ def assess(
     crystals: Mapping[str, Tensor], pipe: CrystalTreeSearchPipeline, steps: int, potential: Potential | None = None
 ) -> CrystalEvaluation:
     """Delivered crystals, relaxed and compared with the set that the base was trained on."""
-    known = Proto8("all", augment=False)
     return evaluate_structures(
         dict(crystals),
         potential=potential or pipe.potential,
         hull=pipe.hull,
-        references=known[torch.arange(len(known))],
+        references=known_crystals(),
         relaxation=RelaxationSettings(steps=steps) if steps else None,
     )
 
@@ -284,10 +284,7 @@ def _second_judge(folder: str) -> tuple[Potential, Hull]:
     potential = SevenNetPotential()
     path = Path(folder) / f"hull-{potential.name}-{potential.version}-{proto8_sha256()[:12]}.json"
     if not path.is_file():
-        known = Proto8("all", augment=False)
-        made = Hull.from_potential(
-            concatenate([element_crystals(), take(known[torch.arange(len(known))], slice(None))]), potential
-        )
+        made = Hull.from_potential(concatenate([element_crystals(), known_crystals()]), potential)
         path.parent.mkdir(parents=True, exist_ok=True)
         rows = [{"composition": dict(e.composition), "energy_per_atom": e.energy} for e in made.entries]
         save_json(path, {"entries": rows})

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from genkit._checks import checked_count
 from genkit.errors import ConfigError
 from genkit.pipelines.crystal_tree_search.crystal_metrics import (
@@ -96,11 +94,9 @@ def evaluate_samples(
 def _known(reference: str | Path | None) -> Any:
     if reference != "proto8":
         return reference
-    from genkit.pipelines.crystal_tree_search.proto8 import Proto8
+    from genkit.pipelines.crystal_tree_search.proto8 import known_crystals
 
-    known = Proto8("all", augment=False)
-    crystals = known[torch.arange(len(known))]
-    return {name: crystals[name] for name in ("lattice", "coordinates", "numbers", "mask")}
+    return known_crystals()
 
 
 def _left_out(found: CrystalEvaluation) -> list[str]:

@@ -176,7 +176,9 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         if objective in ("density", "scarcity"):
             return DensityReward() if objective == "density" else ScarcityReward()
         if objective == "novel_stability":
-            return NovelStabilityReward(self.potential, self.hull, self._known_crystals())
+            from genkit.pipelines.crystal_tree_search.proto8 import known_crystals
+
+            return NovelStabilityReward(self.potential, self.hull, known_crystals())
         kind = StabilityReward if objective == "stability" else FormationEnergyReward
         return kind(self.potential, self.hull)
 
@@ -200,13 +202,6 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
     @hull.setter
     def hull(self, value: Any) -> None:
         self._shared["hull"] = as_hull(value)
-
-    def _known_crystals(self) -> dict[str, Tensor]:
-        """All crystals of proto8, which the zoo's bases were trained on (a tenth of its formulas held out)."""
-        from genkit.pipelines.crystal_tree_search.proto8 import Proto8
-
-        known = Proto8("all", augment=False)
-        return known[torch.arange(len(known))]
 
     # ---- the call ------------------------------------------------------------------------------------------------
 
@@ -255,7 +250,8 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
             mode: ``"dts"``, ``"dts_star"`` (or ``"dts*"``), ``"unbiased"``; or a baseline: ``"base"``, ``"best_of_n"``,
                 ``"snis"``, ``"smc"``, ``"beam"``.
             condition: what the guided proposal is told, ``{"space_group": 225, "stability": 1}``.
-            space_group: short for that entry of ``condition``, and the target of the objective of that name.
+            space_group: short for that entry of ``condition``, and the target of the objective of that name; numbers of
+                atoms are proposed from those of its crystals too, and weighed back.
             guidance_scale: of the proposal, above 0; one number, or one for each level. ``"auto"``: for each level the
                 largest up to 4 at which the weights of 64 pilot samples keep an effective share of one half.
             base_probability: share of the edges that are drawn from the base itself; weights are at most its inverse.

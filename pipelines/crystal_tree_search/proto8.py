@@ -26,6 +26,7 @@ from torch import Tensor
 from genkit._checks import checked_count
 from genkit.errors import ConfigError, nearest
 from genkit.pipelines.crystal_tree_search.hull import element_symbols
+from genkit.pipelines.crystal_tree_search.structures import take
 from genkit.samplers.noise import Keys
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Proto8Hull",
     "element_crystals",
     "in_test_split",
+    "known_crystals",
     "load_hull",
     "metadata",
     "proto8_sha256",
@@ -144,6 +146,11 @@ def element_crystals() -> dict[str, Tensor]:
     mask = torch.arange(coordinates.shape[1]) < torch.from_numpy(table["element_sizes"].astype(np.int64)).unsqueeze(1)
     numbers = torch.from_numpy(table["elements"].astype(np.int64)).unsqueeze(1) * mask
     return {"lattice": six[:, torch.tensor(_PLACES)], "coordinates": coordinates, "numbers": numbers, "mask": mask}
+
+
+def known_crystals() -> dict[str, Tensor]:
+    """All crystals of the set, both splits, as a batch (see :mod:`.structures`): what novelty is judged against."""
+    return take(Proto8("all", augment=False).fields, slice(None))
 
 
 class Proto8:

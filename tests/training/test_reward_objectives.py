@@ -192,7 +192,7 @@ def test_both_estimators_have_one_mean():
     assert (expected.abs() > 8.0 * noise.sqrt()).all()  # the test can tell it from nothing
 
 
-def test_a_constant_added_to_the_reward_changes_nothing_and_without_a_baseline_it_would():
+def test_a_constant_added_to_the_reward_changes_nothing():
     def policy(shift):
         reward = FunctionReward(lambda x, context: shift - ((x - 1.0) ** 2).sum(dim=-1))
         options = {"num_inference_steps": 4, "shape": (1,), "group_size": 4}
@@ -240,9 +240,13 @@ def test_conditions_reach_network_and_reward():
     options = {"num_inference_steps": 3, "shape": (1,), "condition_names": ["label"]}
     one = RewardGradientObjective(Affine(), chain(), FunctionReward(told, differentiable=True), **options)
     two = PolicyGradientObjective(Affine(), chain(), FunctionReward(told), group_size=2, **options)
-    for objective in (one, two):
-        with_labels = gradients(objective, 8, batch={"label": labels})
-        assert with_labels[:2] != gradients(objective, 8, batch={"label": labels.flip(0)})[:2]
+    for objective, size in ((one, 1), (two, 2)):
+        seen = []
+        watched = objective.denoiser.register_forward_pre_hook(lambda module, args, s=seen: s.append(args[2]["label"]))
+        first = gradients(objective, 8, batch={"label": labels})  # the reward fails without its label
+        watched.remove()
+        assert len(seen) >= 3 and all(torch.equal(one, labels.repeat_interleave(size)) for one in seen)
+        assert first[:2] != gradients(objective, 8, batch={"label": labels.flip(0)})[:2]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ from genkit.errors import ConfigError, nearest
 from genkit.rewards import Reward
 from genkit.samplers import rollout
 from genkit.samplers.noise import Keys
-from genkit.training.objective import LossOutput, Objective
+from genkit.training.objective import LossOutput
+from genkit.training.objectives.base import RewardObjective
 
 __all__ = ["Advantage", "PolicyGradientObjective", "advantages"]
 
@@ -52,7 +53,7 @@ def advantages(values: Tensor, valid: Tensor, kind: Advantage = "leave_one_out")
     return centred / ((centred.square().sum(dim=1, keepdim=True) / count.clamp(min=1)).sqrt() + 1e-4)
 
 
-class PolicyGradientObjective(Objective):
+class PolicyGradientObjective(RewardObjective):
     """Maximises any reward of the samples of a stochastic K-step walk.
 
     The loss is −λ E[A Σ_i log p(x_{i+1} | x_i)]/d + ρ E Σ_i KL(p_i ‖ p_i^ref)/d over the stochastic steps i, with d the
@@ -94,26 +95,17 @@ class PolicyGradientObjective(Objective):
         eta: float = 1.0,
         condition_names: Sequence[str] = (),
     ) -> None:
-        self.lam = checked_number("lam", lam, "a number above 0", lambda v: 0.0 < v < math.inf)
-        self.reg = checked_number("reg", reg, "a number, at least 0", lambda v: 0.0 <= v < math.inf)
-        if self.reg > 0.0 and reference is None:
-            raise ConfigError(f"reg={reg} needs a reference network to stay near; pass reference=, or reg=0")
+        super().__init__(
+            denoiser, scheduler, reward, num_inference_steps=num_inference_steps, shape=shape, lam=lam, reg=reg,
+            reference=reference, condition_names=condition_names,
+        )  # fmt: skip
         self.eta = checked_number(
             "eta", eta, "above 0, to 1: a deterministic walk has no density", lambda v: 0.0 < v <= 1.0
         )
         if checked_count("group_size", group_size) < 2:
             raise ConfigError(f"group_size={group_size}; expected at least 2, since a sample is judged against others")
         advantages(torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), advantage)
-        self.denoiser, self.scheduler, self.reward, self.reference = denoiser, scheduler, reward, reference
-        self.num_inference_steps = checked_count("num_inference_steps", num_inference_steps)
-        self.shape, self.group_size, self.advantage = tuple(shape), group_size, advantage
-        self.condition_names = tuple(condition_names)
-
-    def networks(self) -> Mapping[str, nn.Module]:
-        return {"denoiser": self.denoiser}
-
-    def frozen(self) -> Mapping[str, nn.Module]:
-        return {} if self.reference is None else {"reference": self.reference}
+        self.group_size, self.advantage = group_size, advantage
 
     def loss(self, turn: str, batch: Mapping[str, Tensor], *, step: int, keys: Keys) -> LossOutput:
         told = {name: batch[name].repeat_interleave(self.group_size, dim=0) for name in self.condition_names}

@@ -10,25 +10,24 @@ the second term over the differentiated steps, where the frozen network sees the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from genkit._checks import checked_count, checked_number
 from genkit.errors import ConfigError
 from genkit.rewards import Reward
 from genkit.samplers import rollout
 from genkit.samplers.noise import Keys
-from genkit.training.objective import LossOutput, Objective
+from genkit.training.objective import LossOutput
+from genkit.training.objectives.base import RewardObjective
 from genkit.training.objectives.windows import GradientWindow, WindowDraw
 
 __all__ = ["RewardGradientObjective"]
 
 
-class RewardGradientObjective(Objective):
+class RewardGradientObjective(RewardObjective):
     """Maximises a differentiable reward of the samples of a K-step walk.
 
     Args:
@@ -71,21 +70,12 @@ class RewardGradientObjective(Objective):
     ) -> None:
         if not reward.differentiable:
             raise ConfigError(f"{reward!r} is not differentiable; use PolicyGradientObjective, which needs values only")
-        self.lam = checked_number("lam", lam, "a number above 0", lambda v: 0.0 < v < math.inf)
-        self.reg = checked_number("reg", reg, "a number, at least 0", lambda v: 0.0 <= v < math.inf)
-        if self.reg > 0.0 and reference is None:
-            raise ConfigError(f"reg={reg} needs a reference network to stay near; pass reference=, or reg=0")
-        self.denoiser, self.scheduler, self.reward, self.reference = denoiser, scheduler, reward, reference
-        self.num_inference_steps = checked_count("num_inference_steps", num_inference_steps)
-        self.shape, self.window = tuple(shape), window or GradientWindow()
-        self.solver, self.eta, self.condition_names = solver, eta, tuple(condition_names)
-        self.checkpoint = checkpoint
-
-    def networks(self) -> Mapping[str, nn.Module]:
-        return {"denoiser": self.denoiser}
-
-    def frozen(self) -> Mapping[str, nn.Module]:
-        return {} if self.reference is None else {"reference": self.reference}
+        super().__init__(
+            denoiser, scheduler, reward, num_inference_steps=num_inference_steps, shape=shape, lam=lam, reg=reg,
+            reference=reference, condition_names=condition_names,
+        )  # fmt: skip
+        self.window, self.checkpoint = window or GradientWindow(), checkpoint
+        self.solver, self.eta = solver, eta
 
     def loss(self, turn: str, batch: Mapping[str, Tensor], *, step: int, keys: Keys) -> LossOutput:
         told = {name: batch[name] for name in self.condition_names}

@@ -147,17 +147,7 @@ def test_what_cannot_be_done_is_one_message(
 def test_the_shipped_set_is_a_reference_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from genkit.pipelines.crystal_tree_search import proto8
 
-    class Shipped:
-        def __init__(self, split: str, augment: bool) -> None:
-            assert split == "all" and not augment
-
-        def __len__(self) -> int:
-            return 1
-
-        def __getitem__(self, rows: Tensor) -> dict[str, Tensor]:
-            return {**from_structures([SALT]), "space_group": torch.tensor([225])}
-
-    monkeypatch.setattr(proto8, "Proto8", Shipped)
+    monkeypatch.setattr(proto8, "known_crystals", lambda: from_structures([SALT]))
     found = json.loads(evaluate_samples(folder / "all.extxyz", reference="proto8", json_output=True))
     assert [row["novel"] for row in found["structures"]] == [False, True, False]
 

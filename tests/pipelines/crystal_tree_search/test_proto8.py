@@ -21,6 +21,7 @@ from genkit.pipelines.crystal_tree_search.proto8 import (
     Proto8,
     element_crystals,
     in_test_split,
+    known_crystals,
     load_hull,
     metadata,
     reduced_formula,
@@ -222,6 +223,14 @@ def test_the_counts_fit_the_metadata():
 
 
 # ---- splits and conditions ------------------------------------------------------------------------------------------
+
+
+def test_what_is_known_are_both_splits_as_they_are_stored():
+    known = known_crystals()
+    assert set(known) == {"lattice", "coordinates", "numbers", "mask"} and len(known["mask"]) == len(whole())
+    rows = torch.arange(len(whole()))
+    stored = Proto8("all", augment=False)[rows]
+    assert all(torch.equal(value, stored[name]) for name, value in known.items())
 
 
 def test_formulas_are_never_in_both_splits():
