@@ -297,7 +297,9 @@ def draw_tradeoff(points: Sequence[TradeoffPoint]) -> Any:
             _draw_reference(axis, chosen[0])
         else:
             colour, marker = next(looks)
-            _draw_arm(axis, arm, chosen, COLOURS[colour], marker, above=marker in "o^v")
+            alone = len(arms.keys() - {"ar"}) == 1
+            above = [number % 2 == 0 if alone else marker in "o^v" for number in range(len(chosen))]
+            _draw_arm(axis, arm, chosen, COLOURS[colour], marker, above)
     axis.set(xlabel="tokens per network call", ylabel="exact match (95 % interval)")
     axis.margins(x=0.06, y=0.22)  # room for the labels
     axis.set_title(f"n = {points[0].problems} problems", fontsize=9.5, loc="left")
@@ -312,17 +314,19 @@ def _draw_reference(axis: Any, point: TradeoffPoint) -> None:
     axis.plot(point.tokens_per_call, share.value, "o", color=COLOURS["data"], ms=5)
 
 
-def _draw_arm(axis: Any, arm: str, points: Sequence[TradeoffPoint], colour: str, marker: str, above: bool) -> None:
-    """Points with their intervals, and upright labels at the intervals' upper or lower ends."""
+def _draw_arm(
+    axis: Any, arm: str, points: Sequence[TradeoffPoint], colour: str, marker: str, above: Sequence[bool]
+) -> None:
+    """Points with their intervals, and upright labels ``above`` or below each of them."""
     shares = [wilson_interval(point.right, point.problems) for point in points]
     x = [point.tokens_per_call for point in points]
     y = np.array([share.value for share in shares])
     widths = np.array([[share.value - share.low, share.high - share.value] for share in shares]).T
     axis.errorbar(x, y, yerr=widths, fmt=f"-{marker}", color=colour, lw=1.3, ms=5, elinewidth=0.9, capsize=2, label=arm)
-    text = {"fontsize": 7.5, "color": colour, "rotation": 90, "ha": "center", "va": "bottom" if above else "top"}
-    for point, share in zip(points, shares, strict=True):
-        spot = (point.tokens_per_call, share.high if above else share.low)
-        axis.annotate(point.label, spot, xytext=(0, 4 if above else -4), textcoords="offset points", **text)
+    text = {"fontsize": 7.5, "color": colour, "rotation": 90, "ha": "center", "textcoords": "offset points"}
+    for point, share, up in zip(points, shares, above, strict=True):
+        spot = (point.tokens_per_call, share.high if up else share.low)
+        axis.annotate(point.label, spot, xytext=(0, 4 if up else -4), va="bottom" if up else "top", **text)
 
 
 # --- adaptation -------------------------------------------------------------------------------------------------------
