@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from genkit.data.emoji import Emoji as Emoji
     from genkit.data.emoji import EmojiPack as EmojiPack
     from genkit.data.emoji import read_emoji_pack as read_emoji_pack
+    from genkit.data.fields import FieldForecast as FieldForecast
     from genkit.data.long_tail import Cifar10LT as Cifar10LT
     from genkit.data.long_tail import exponential_profile as exponential_profile
+    from genkit.data.lorenz96 import Lorenz96 as Lorenz96
+    from genkit.data.lorenz96 import TwoLevelSystem as TwoLevelSystem
     from genkit.data.mixtures import StableMixture as StableMixture
     from genkit.data.returns import MarketReturns as MarketReturns
     from genkit.data.returns import PriceTable as PriceTable
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
     from genkit.data.text import king_james_text as king_james_text
     from genkit.data.text import read_prompt_responses as read_prompt_responses
     from genkit.data.text import read_text_files as read_text_files
+    from genkit.data.weather import StationWeather as StationWeather
+    from genkit.data.weather import WeatherTable as WeatherTable
+    from genkit.data.weather import read_weather_table as read_weather_table
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
@@ -38,6 +44,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "Emoji": ".emoji",
         "EmojiPack": ".emoji",
         "read_emoji_pack": ".emoji",
+        "FieldForecast": ".fields",
+        "Lorenz96": ".lorenz96",
+        "TwoLevelSystem": ".lorenz96",
         "Cifar10LT": ".long_tail",
         "exponential_profile": ".long_tail",
         "MarketReturns": ".returns",
@@ -57,5 +66,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "king_james_text": ".text",
         "read_prompt_responses": ".text",
         "read_text_files": ".text",
+        "StationWeather": ".weather",
+        "WeatherTable": ".weather",
+        "read_weather_table": ".weather",
     },
 )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from genkit.metrics.ensemble import reliability_index as reliability_index
     from genkit.metrics.ensemble import spread_skill as spread_skill
     from genkit.metrics.ensemble import weighted_mean as weighted_mean
+    from genkit.metrics.feature_network import FeatureOutput as FeatureOutput
+    from genkit.metrics.feature_network import FeaturePipeline as FeaturePipeline
     from genkit.metrics.images import ClassDiversity as ClassDiversity
     from genkit.metrics.images import FrechetFloor as FrechetFloor
     from genkit.metrics.images import PrecisionRecall as PrecisionRecall
@@ -108,6 +110,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "reliability_index": ".ensemble",
         "spread_skill": ".ensemble",
         "weighted_mean": ".ensemble",
+        "FeatureOutput": ".feature_network",
+        "FeaturePipeline": ".feature_network",
         "ModeCoverage": ".modes",
         "mode_coverage": ".modes",
         "ClassDiversity": ".images",

@@ -8,6 +8,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "ClassifierFreeGuidance": ".guidance",
         "ConditionalMLP": ".mlp",
         "DiffusersDenoiser": ".adapters",
+        "FeatureNetwork": ".features",
         "FixedPrecision": ".precision",
         "FourierTimeEmbedding": ".mlp",
         "load_causal_lm": ".pretrained",

@@ -38,8 +38,9 @@ class _Block(nn.Module):
     (adaLN-zero).
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.modulation = nn.Linear(width, 3 * width)
         self.up = nn.Linear(width, width)
@@ -50,7 +51,7 @@ class _Block(nn.Module):
     def forward(self, h: Tensor, condition: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(condition).chunk(3, dim=-1)
         inner = torch.addcmul(shift, self.norm(h), 1.0 + scale)
-        return torch.addcmul(h, 1.0 + gate, self.down(nn.functional.silu(self.up(inner))))
+        return torch.addcmul(h, 1.0 + gate, self.down(self.dropout(nn.functional.silu(self.up(inner)))))
 
 
 class ConditionalMLP(nn.Module):
@@ -65,10 +66,17 @@ class ConditionalMLP(nn.Module):
         width: hidden width.
         blocks: number of residual blocks.
         num_classes: number of class labels (0 for none); label ``num_classes`` is the null label of guidance.
+        dropout: share of each block's hidden units that training switches off.
     """
 
     def __init__(
-        self, channels: int, cond_channels: int = 0, width: int = 128, blocks: int = 3, num_classes: int = 0
+        self,
+        channels: int,
+        cond_channels: int = 0,
+        width: int = 128,
+        blocks: int = 3,
+        num_classes: int = 0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.time = FourierTimeEmbedding(32)
@@ -77,7 +85,7 @@ class ConditionalMLP(nn.Module):
         )
         self.classes = nn.Embedding(num_classes + 1, 32 + cond_channels) if num_classes else None
         self.input = nn.Linear(channels, width)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(blocks))
+        self.blocks = nn.ModuleList(_Block(width, dropout) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, channels)
         nn.init.zeros_(self.output.weight)

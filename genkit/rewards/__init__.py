@@ -17,16 +17,29 @@ if TYPE_CHECKING:
     from genkit.rewards.base import reward_output as reward_output
     from genkit.rewards.check import RewardCheck as RewardCheck
     from genkit.rewards.check import check_differentiable as check_differentiable
+    from genkit.rewards.classifier import ClassEntropy as ClassEntropy
+    from genkit.rewards.classifier import ClassifierLogProbability as ClassifierLogProbability
+    from genkit.rewards.classifier import FeatureSimilarity as FeatureSimilarity
     from genkit.rewards.combine import WeightedSum as WeightedSum
     from genkit.rewards.crps import CRPSReward as CRPSReward
+    from genkit.rewards.images import GreyScale as GreyScale
+    from genkit.rewards.images import Ink as Ink
+    from genkit.rewards.images import LaplacianSmoothness as LaplacianSmoothness
+    from genkit.rewards.images import Symmetry as Symmetry
     from genkit.rewards.stack import StackedRewards as StackedRewards
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "CRPSReward": ".crps",
+        "ClassEntropy": ".classifier",
+        "ClassifierLogProbability": ".classifier",
+        "FeatureSimilarity": ".classifier",
         "FunctionReward": ".base",
         "GaussianMixtureLogDensity": ".analytic",
+        "GreyScale": ".images",
+        "Ink": ".images",
+        "LaplacianSmoothness": ".images",
         "LinearFunctional": ".analytic",
         "QuadraticTarget": ".analytic",
         "Reward": ".base",
@@ -34,6 +47,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "RewardOutput": ".base",
         "SquaredExceedance": ".analytic",
         "StackedRewards": ".stack",
+        "Symmetry": ".images",
         "WeightedSum": ".combine",
         "check_differentiable": ".check",
         "reward_output": ".base",

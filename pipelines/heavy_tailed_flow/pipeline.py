@@ -16,7 +16,7 @@ from diffusers.utils import BaseOutput
 from numpy.typing import NDArray
 from torch import Tensor
 
-from genkit._checks import checked_changes
+from genkit._calls import adapted_callback, check_call, check_labels, check_latents, walk_steps
 from genkit.errors import ConfigError
 from genkit.pipeline import GenkitPipeline
 from genkit.pipelines.heavy_tailed_flow.clocks import Clock
@@ -114,10 +114,10 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
             raise ConfigError(f"splice_at={splice_at} acts only with tail_index; give tail_index, or drop splice_at")
         law = self._clock_law(clock, tail_index, 0.95 if splice_at is None else splice_at)
         self._check_inputs(num_samples, class_labels, latents, output_type, callback_on_step_end_tensor_inputs)
-        num_inference_steps = _steps(num_inference_steps, times)
+        num_inference_steps = walk_steps(num_inference_steps, times, 20)
         device = self._execution_device
         keys = draw_keys(generator, num_samples, device)
-        callback = _adapted(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
+        callback = adapted_callback(self, callback_on_step_end, callback_on_step_end_tensor_inputs)
         precision = torch.promote_types(self.denoiser.dtype, torch.float32)
         chunks, clipped = [], 0.0
         for start in range(0, max(num_samples, 1), _CHUNK):
@@ -203,22 +203,11 @@ class HeavyTailedFlowPipeline(GenkitPipeline):
         output_type: str,
         callback_inputs: Sequence[str],
     ) -> None:
-        channels, classes = self.denoiser.config["channels"], self.denoiser.config["num_classes"]
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 0:
-            raise ConfigError(f"num_samples={num_samples!r}; expected an integer, at least 0")
-        if output_type not in ("pt", "np"):
-            raise ConfigError(f"output_type={output_type!r}; expected 'pt' or 'np'")
+        check_call(num_samples, output_type)
         if latents is not None:
-            _check_latents(latents, (num_samples, channels))
+            check_latents(latents, (num_samples, self.denoiser.config["channels"]))
         self.check_callback_inputs(callback_inputs)
-        if classes == 0 and class_labels is not None:
-            raise ConfigError("class_labels was given, but this network was trained without labels; drop the argument")
-        if classes and class_labels is None:
-            raise ConfigError(
-                f"this network is class-conditional; give class_labels, {num_samples} of 0 … {classes - 1}"
-            )
-        if class_labels is not None:
-            _check_labels(torch.as_tensor(class_labels), num_samples, classes)
+        check_labels(class_labels, num_samples, self.denoiser.config["num_classes"])
 
     def _warn_outside_training_law(self, clocks: Tensor, law: Clock) -> None:
         trained = self.denoiser.clock
@@ -243,48 +232,3 @@ def _warn_nonfinite(samples: Tensor, clocks: Tensor) -> None:
             f"of {samples.dtype}. Ask for a larger tail index.",
             stacklevel=3,
         )
-
-
-def _check_latents(latents: Tensor, shape: tuple[int, int]) -> None:
-    if not isinstance(latents, Tensor) or tuple(latents.shape) != shape:
-        got = f"shape {tuple(latents.shape)}" if isinstance(latents, Tensor) else f"type {type(latents).__name__}"
-        raise ConfigError(f"latents has {got}; expected {shape}, a tensor of unit noise")
-    if not bool(torch.isfinite(latents).all()):
-        raise ConfigError("latents holds NaN or infinity; expected unit noise")
-
-
-def _check_labels(labels: Tensor, num_samples: int, classes: int) -> None:
-    if labels.is_floating_point() or labels.is_complex() or labels.shape != (num_samples,):
-        raise ConfigError(
-            f"class_labels has shape {tuple(labels.shape)} and dtype {labels.dtype}; expected ({num_samples},) integers"
-        )
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        raise ConfigError(
-            f"class_labels holds {int(labels.min())} to {int(labels.max())}; expected classes 0 … {classes - 1}"
-        )
-
-
-def _steps(num_inference_steps: int | None, times: Sequence[float] | Tensor | None) -> int | None:
-    """The number of steps, or None where ``times`` give it: a whole walk, from noise at 1 to data at 0."""
-    if times is None:
-        return 20 if num_inference_steps is None else num_inference_steps
-    if num_inference_steps is not None:
-        raise ConfigError(f"both times and num_inference_steps={num_inference_steps} were given; give one of the two")
-    ends = [float(v) for v in (times[0], times[-1])] if len(times) else []
-    if ends != [1.0, 0.0]:
-        raise ConfigError(f"times run from {ends[:1]} to {ends[1:]}; expected from 1 (noise) to 0 (data)")
-    return None
-
-
-def _adapted(pipe: Any, callback: Callable[..., Any] | None, inputs: Sequence[str]) -> Callable[..., Any] | None:
-    """diffusers' callback in the walk's terms."""
-    if callback is None:
-        return None
-
-    def adapted(step: int, t: float, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-        known = {"latents": tensors["sample"], "x0": tensors["x0"]}
-        changed = callback(pipe, step, t * pipe.scheduler.num_train_timesteps, {name: known[name] for name in inputs})
-        changed = checked_changes(changed, pipe._callback_tensor_inputs)
-        return {"sample": changed["latents"]} if "latents" in changed else None
-
-    return adapted

@@ -215,8 +215,7 @@ class MomentMatchingObjective(Objective):
             output = self.net("student")(x_t, t, cond)
             clean = self.scheduler.to_x0(output, t, x_t)
         with torch.no_grad():
-            posterior = self.scheduler.transition(output.detach(), t, s, x_t, None, self.eta)
-            x_s = posterior.sample(rows.at(purpose="posterior"))
+            x_s = self._noised_again(output.detach(), x_t, t, s, rows)
         if turn == "auxiliary":
             return self._auxiliary_loss(phase, clean, x_s, s, cond)
         total, logs = self._moment_loss(phase, clean, x_s, s, cond)
@@ -336,6 +335,12 @@ class MomentMatchingObjective(Objective):
         x0 = x0.to(torch.promote_types(x0.dtype, torch.float32))
         noise = rows.at(purpose="noise").normal(x0.shape[1:], x0.dtype)
         return self.scheduler.add_noise(x0, noise, t), t, s
+
+    def _noised_again(self, output: Tensor, x_t: Tensor, t: Tensor, s: Tensor, rows: Keys) -> Tensor:
+        """x_s of the posterior step from x_t, (B·M, \\*)."""
+        posterior = self.scheduler.transition(output, t, s, x_t, None, self.eta)
+        state: Tensor = posterior.sample(rows.at(purpose="posterior"))
+        return state
 
     def _visited(self, number: Tensor, shape: Sequence[int], cond: Cond, rows: Keys) -> Tensor:
         """The walk's state before step ``number`` of each row; the last step is never taken."""

@@ -17,7 +17,7 @@ from genkit.samplers.noise import Keys
 
 __all__ = ["MAX_SNR", "MomentWeight", "TimeLaw", "checked_choice", "draw_times", "moment_weight"]
 
-MomentWeight = Literal["mmd", "ikl"]
+MomentWeight = Literal["mmd", "ikl", "none"]
 TimeLaw = Literal["continuous", "grid"]
 
 #: Where the weight "ikl" is cut: the ratio α²/σ² has no bound as s → 0.
@@ -44,8 +44,8 @@ def moment_weight(weight: MomentWeight | Callable[[Tensor], Tensor], scheduler: 
     (for one step; in between it is a proxy).
 
     Args:
-        weight: ``"mmd"``, w = 1; ``"ikl"``, ω = 1, so w = α²/σ², cut at :data:`MAX_SNR`; or w itself, a function of the
-            times.
+        weight: ``"mmd"``, w = 1; ``"ikl"``, ω = 1, so w = α²/σ², cut at :data:`MAX_SNR`; ``"none"``, w = 0: the reward
+            alone; or w itself, a function of the times.
         scheduler: tells α and σ.
 
     Raises:
@@ -53,8 +53,9 @@ def moment_weight(weight: MomentWeight | Callable[[Tensor], Tensor], scheduler: 
     """
     if callable(weight):
         return weight
-    if checked_choice("weight", weight, get_args(MomentWeight)) == "mmd":
-        return torch.ones_like
+    name = checked_choice("weight", weight, get_args(MomentWeight))
+    if name != "ikl":
+        return torch.ones_like if name == "mmd" else torch.zeros_like
 
     def snr(s: Tensor) -> Tensor:
         alpha, sigma = scheduler.alpha_sigma(s)
