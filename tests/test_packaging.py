@@ -193,8 +193,8 @@ def test_public_names_of_genkit_resolve() -> None:
 def test_a_method_that_does_not_exist_yet_is_refused_by_name() -> None:
     import genkit.pipelines
 
-    with pytest.raises(AttributeError, match="'RMMDPipeline'; it has .*HeavyTailedFlowPipeline"):
-        _ = genkit.pipelines.RMMDPipeline
+    with pytest.raises(AttributeError, match="'DiffusionDRFPipeline'; it has .*HeavyTailedFlowPipeline"):
+        _ = genkit.pipelines.DiffusionDRFPipeline
 
 
 def requirement_name(requirement: str) -> str:

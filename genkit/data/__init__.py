@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from genkit.data.emoji import EmojiPack as EmojiPack
     from genkit.data.emoji import read_emoji_pack as read_emoji_pack
     from genkit.data.fields import FieldForecast as FieldForecast
+    from genkit.data.image_folder import ImageFolder as ImageFolder
     from genkit.data.long_tail import Cifar10LT as Cifar10LT
     from genkit.data.long_tail import exponential_profile as exponential_profile
     from genkit.data.lorenz96 import Lorenz96 as Lorenz96
@@ -45,6 +46,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "EmojiPack": ".emoji",
         "read_emoji_pack": ".emoji",
         "FieldForecast": ".fields",
+        "ImageFolder": ".image_folder",
         "Lorenz96": ".lorenz96",
         "TwoLevelSystem": ".lorenz96",
         "Cifar10LT": ".long_tail",

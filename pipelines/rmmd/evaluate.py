@@ -29,7 +29,7 @@ from genkit.metrics.results import ResultRow, read_rows, summary_table
 from genkit.pipeline import load
 from genkit.pipelines.rmmd.arms import ARMS, grid, make_arm, sampler, unit_strength
 from genkit.pipelines.rmmd.config import Config, build
-from genkit.pipelines.rmmd.forecast_evaluate import FORECAST_ARMS, measure_forecasts, train_forecasts
+from genkit.pipelines.rmmd.forecast_evaluate import FORECAST_ARMS, forecast_headline, measure_forecasts, train_forecasts
 from genkit.pipelines.rmmd.networks import as_denoiser
 from genkit.pipelines.rmmd.parts import RewardPart, RewardTerm, TrainingData, build_reward
 from genkit.pipelines.rmmd.pipeline import RMMDPipeline
@@ -327,6 +327,8 @@ def headline(pipe: Any, config: Config) -> tuple[str, float]:
         test = data[torch.arange(len(data))]
         right = pipe(test["sample"]).logits.argmax(1) == test["class_labels"]
         return f"accuracy on {len(data)} held-out images", float(right.double().mean())
+    if config.data.name not in IMAGES:
+        return forecast_headline(pipe, config)
     look = judge(config)
     network = as_denoiser(pipe.student, pipe.scheduler.prediction_type)
     found = look(look.draw(sampler(network, pipe), config.seed))

@@ -31,7 +31,7 @@ from genkit.pipelines.rmmd.forecast import ForecastCodec, roll_out
 from genkit.pipelines.rmmd.pipeline import RMMDPipeline
 from genkit.training.arms import train_pipeline
 
-__all__ = ["FORECAST_ARMS", "Truth", "measure_forecasts", "train_forecasts"]
+__all__ = ["FORECAST_ARMS", "Truth", "forecast_headline", "measure_forecasts", "train_forecasts"]
 
 METHOD = "rmmd"
 #: fewer calls of the teacher: levels of DPM-Solver++ 2S, two calls each but the last
@@ -136,6 +136,24 @@ def measure_forecasts(values: Mapping[str, Any], folder: Path, name: str, seed: 
                     _row(arm, _setting(config, step), name, seed, k, v, len(truth), 0.0) for k, v in counts.items()
                 ]
     return rows
+
+
+def forecast_headline(pipe: RMMDPipeline, config: Config) -> tuple[str, float]:
+    """The one number a model card states: its name with n and setting, and its value."""
+    run, codec = config.evaluation, ForecastCodec.from_dict(pipe.config["fields"])
+    truth = Truth(config.data.load("test").data, 1, run.starts)
+    pipe.set_progress_bar_config(disable=True)
+    teacher = _teacher_draw(pipe, 2 * pipe.config["teacher_steps"] - 1)
+    scores = []
+    for draw in (pipe._draw("student"), teacher):
+        generator = torch.Generator().manual_seed(config.seed)
+        found = roll_out(codec, draw, truth.states, truth.time, run.members, 1, generator)[0]
+        scores.append(float((crps(found, truth.targets[0]).nanmean(dim=0) / torch.tensor(codec.scale)).mean()))
+    return (
+        f"fair CRPS in units of a typical change, {len(truth)} held-out starts, {run.members} members, one lead ahead, "
+        f"{config.num_inference_steps} steps (the teacher in {pipe.config['teacher_steps']}: {scores[1]:.4f})",
+        scores[0],
+    )
 
 
 def _row(arm: str, setting: str, name: str, seed: int, metric: str, value: float, n: int, seconds: float) -> ResultRow:

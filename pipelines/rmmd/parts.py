@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
@@ -180,7 +181,29 @@ class FieldsData(ConfigPart):
         return "As good as its fields."
 
 
-DataPart = Annotated[DigitsData | EmojiData | WeatherData | Lorenz96Data | FieldsData, Field(discriminator="name")]
+class ImagesData(ConfigPart):
+    """A user's own images, one folder a class, as torchvision's ImageFolder names them."""
+
+    name: Literal["images"]
+    path: str = Field(min_length=1)
+    image_size: int = Field(64, ge=8)
+
+    def load(self, split: str = "train") -> TrainingData:
+        from genkit.data import ImageFolder
+
+        data = ImageFolder(Path(self.path) / split, self.image_size)
+        return TrainingData(data, num_classes=len(data.classes))
+
+    def described(self) -> str:
+        return "The user's own images."
+
+    def limits(self) -> str:
+        return "As good as its teacher and its images."
+
+
+DataPart = Annotated[
+    DigitsData | EmojiData | ImagesData | WeatherData | Lorenz96Data | FieldsData, Field(discriminator="name")
+]
 
 
 class MLPModel(ConfigPart):

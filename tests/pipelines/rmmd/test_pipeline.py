@@ -233,9 +233,7 @@ def test_distillation_and_reward_move_a_gaussian_as_they_should(tmp_path):
     assert before.std() < 0.01 and after.std() == pytest.approx(0.5, abs=0.08)
     assert after.mean() == pytest.approx(0.5, abs=0.05)
     reward = LinearFunctional([1.0])
-    logs = pipe.finetune(
-        reward, Rows(), settings | {"output_dir": str(tmp_path / "reward")}, lam=0.1, time_law="grid"
-    )
+    logs = pipe.finetune(reward, Rows(), settings | {"output_dir": str(tmp_path / "reward")}, lam=0.1, time_law="grid")
     moved = pipe(20_000, generator=seeded()).samples
     # closed form of one step with τ = 1 and the tie: m + λ / (κK + λ), κ = 1/2, K = 2/3
     shift = 0.1 / (0.5 * 2 / 3 + 0.1)
