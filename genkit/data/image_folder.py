@@ -20,8 +20,8 @@ _ENDINGS = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 class ImageFolder:
     """Images as a map-style data set: ``data[index (b,)] -> {"sample", "label"}``.
 
-    ``sample`` is float32 (b, 3, L, L) in [-1, 1]: the largest centred square, reduced by means; ``label`` int64
-    (b,), the place of the image's folder in ``classes``. Nothing is kept in memory.
+    ``sample`` is float32 (b, 3, L, L) in [-1, 1], the largest centred square reduced by means; ``label`` int64 (b,),
+    the place of the image's folder in ``classes``. Nothing is kept in memory.
 
     Args:
         root: a folder with one folder a class.

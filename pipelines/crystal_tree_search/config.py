@@ -90,7 +90,7 @@ class EvaluationConfig(ConfigPart):
     lam: float = Field(20.0, ge=0.0, description="inverse temperature, atoms per eV for the stability")
     widening: list[float] = Field([2.0, 0.8], min_length=2, max_length=2, description="C, alpha of the trees")
     min_visits: int = Field(3, ge=1, description="quota of a child in the trees")
-    guidance_scale: float = Field(1.5, gt=0.0, description="of the arms cfg and dts_guided")
+    guidance_scale: float = Field(1.5, gt=0.0, description="of the arm cfg; dts_guided finds its own")
     relax_steps: int = Field(20, ge=0, description="steps of relaxation of what was delivered; 0: none")
     judge: Literal["sevennet"] | None = Field(None, description="a second potential that judges what was relaxed")
     judged: int = Field(64, ge=1, description="delivered crystals that the second potential judges")

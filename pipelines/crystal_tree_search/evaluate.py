@@ -195,7 +195,8 @@ def run_arm(
 
 def _goal(config: Config, arm: str, setting: str) -> dict[str, Any]:
     """Objective, condition and guidance of an arm in a setting."""
-    guidance = {"guidance_scale": config.evaluation.guidance_scale} if arm in GUIDED else {}
+    scales = {"cfg": config.evaluation.guidance_scale, "dts_guided": "auto"}
+    guidance = {"guidance_scale": scales[arm]} if arm in GUIDED else {}
     if setting == "pareto":
         return {"objectives": list(OBJECTIVES)}
     if setting == "stability":

@@ -57,8 +57,8 @@ OBJECTIVES = ("stability", "novel_stability", "formation_energy", "density", "sc
 POPULATIONS = ("base", "best_of_n", "snis", "smc", "beam")
 #: What crystals without a value count as: below the worst of the named objectives (novel_stability: −1.4 eV per atom).
 FLOOR = -1.5
-#: The upper end of ``guidance_scale="auto"``.
-LARGEST_GUIDANCE = 4.0
+#: The upper end of ``guidance_scale="auto"``, and the pilot that finds it: samples, bisections of a level.
+LARGEST_GUIDANCE, PILOT_SAMPLES, PILOT_ITERATIONS = 2.0, 32, 4
 
 
 @dataclass
@@ -253,7 +253,7 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
             space_group: short for that entry of ``condition``, and the target of the objective of that name; numbers of
                 atoms are proposed from those of its crystals too, and weighed back.
             guidance_scale: of the proposal, above 0; one number, or one for each level. ``"auto"``: for each level the
-                largest up to 4 at which the weights of 64 pilot samples keep an effective share of one half.
+                largest up to 2 at which the weights of 32 pilot samples keep an effective share of one half.
             base_probability: share of the edges that are drawn from the base itself; weights are at most its inverse.
             formula: fixes the composition of the cell, ``{"Na": 1, "Cl": 1}``.
             num_inference_steps: micro-steps of the walk (64, unless ``times`` are given).
@@ -303,7 +303,10 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
         pilot_calls = 0
         if chain.proposal is not None and guidance_scale == "auto":
             generator, pilot = (_seeded(key) for key in draw_keys(generator, 2).key.tolist())
-            proposal, pilot_calls = tune_guidance(chain, generator=pilot, device=self._execution_device)
+            proposal, pilot_calls = tune_guidance(
+                chain, num_samples=PILOT_SAMPLES, iterations=PILOT_ITERATIONS, generator=pilot,
+                device=self._execution_device,
+            )  # fmt: skip
             chain = chain.with_proposal(proposal)
             max_network_calls = None if max_network_calls is None else max(1, max_network_calls - pilot_calls)
         known = all(name in OBJECTIVES for name in names)  # another reward may have any range

@@ -28,7 +28,7 @@ from genkit.training.objectives import GradientWindow, PolicyGradientObjective, 
 
 __all__ = ["ARMS", "LEARNING_RATES", "STRENGTHS", "Arm", "Sampler", "make_arm", "sampler", "unit_strength"]
 
-LEARNING_RATES = (3e-5, 1e-4, 3e-4)
+LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
 STRENGTHS = (0.3, 1.0, 3.0)
 #: weights of the distance to the reference (or of the divergence from it) that back-propagation and policy gradients
 #: have in place of a strength: a multiple of λ alone acts on nothing under Adam
@@ -132,7 +132,9 @@ def unit_strength(arm: Arm, pipe: RMMDPipeline, data: Any, reward: Reward, count
     index = torch.arange(min(count, len(data)))
     batch = data[index] | {"sample_id": index}
     if arm.kind in ("moment", "one_step"):
-        objective = _moment_objective(ARMS["rmmd"] if arm.kind == "moment" else arm, pipe, data, reward, 2, 1.0)
+        # the gap to the first auxiliary is 0 where training starts; that to the teacher is what distillation left
+        probe = Arm("moment", {"reference": "teacher"}) if arm.kind == "moment" else arm
+        objective = _moment_objective(probe, pipe, data, reward, 2, 1.0)
         objective.start_phase("reward")
         logs = objective.loss("student", batch, step=1, keys=training_keys(0, 0, index)).logs
         ratio = float(logs["reward_gradient_ratio"])

@@ -44,9 +44,9 @@ METHOD = "rmmd"
 DISTILLED = ("mmd", "dmd2")
 IMAGES = ("digits", "emoji")
 #: shares of an arm's steps at which its points are measured
-CHECKPOINTS = (0.25, 0.5, 1.0)
-#: how far above the base's a Fréchet distance may lie to add to a hypervolume
-ROOM = 10.0
+CHECKPOINTS = (0.1, 0.25, 0.5, 1.0)
+#: how far above the base's a Fréchet distance may lie to add to a hypervolume: about four times the digits' floor
+ROOM = 0.2
 #: points of a front that are kept as rows
 FRONT = 8
 

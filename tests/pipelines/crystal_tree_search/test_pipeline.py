@@ -98,7 +98,7 @@ def test_guidance_is_chosen_by_effective_share(toy_pipe):
     options = {"condition": {"space_group": 225}, "objectives": volume, "lam": 0.0}
     output = toy_pipe(16, 4, guidance_scale="auto", generator=seeded(), **options, **SMALL)
     scales = output.diagnostics["proposal"]["guidance_scale"]
-    assert len(scales) == 3 and all(0.0 <= scale <= 4.0 for scale in scales) and output.diagnostics["pilot_calls"] > 0
+    assert len(scales) == 3 and all(0.0 <= scale <= 2.0 for scale in scales) and output.diagnostics["pilot_calls"] > 0
 
 
 def test_a_formula_is_kept(toy_pipe):
