@@ -22,7 +22,8 @@ _FINGERPRINT_SAMPLES = 64
 class TrainingData(Protocol):
     """Map-style data: ``data[indices]`` with int64 indices (b,) gives a dict of tensors (b, \\*).
 
-    A torch ``Dataset`` whose ``data[int]`` gives a dict of one sample is accepted as well and stacked.
+    A torch ``Dataset`` whose ``data[int]`` gives a dict of one sample is accepted as well and stacked. An attribute
+    ``missing``, a collection of fields' names, allows NaN there: it says that a value is missing.
     """
 
     def __len__(self) -> int: ...
@@ -63,6 +64,7 @@ class BatchReader:
             raise ConfigError(
                 f"the data set {type(data).__name__} is empty (0 samples); check its path and its filters"
             )
+        self.missing = frozenset(getattr(data, "missing", ()))
         self.by_tensor = self._takes_tensors()
 
     def _takes_tensors(self) -> bool:
@@ -87,7 +89,7 @@ class BatchReader:
                 f"the data has a field {SAMPLE_ID!r}, which training sets to the dataset index; rename it"
             )
         for name, value in batch.items():
-            _check(name, value, indices)
+            _check(name, value, indices, nan=name in self.missing)
         return batch | {SAMPLE_ID: indices}
 
     def _unchecked(self, indices: Tensor) -> Batch:
@@ -154,15 +156,20 @@ def _stack_field(name: str, values: list[Any]) -> Any:
     return torch.utils.data.default_collate(values)
 
 
-def _check(name: str, value: Any, indices: Tensor) -> None:
+def _check(name: str, value: Any, indices: Tensor, nan: bool) -> None:
+    """Refuses a wrong length, infinity, and NaN unless it says that a value is missing."""
     if _length(value) != len(indices):
         raise ConfigError(f"field {name!r}: asked for {len(indices)} samples, got {_length(value)}")
     # on an accelerator this would wait for the device; there the check of the loss remains
     if not isinstance(value, Tensor) or value.device.type != "cpu" or not value.is_floating_point():
         return
     # one pass: a sum is finite only if all of its terms are (the reverse fails at overflow, so that is looked at again)
-    if not math.isfinite(value.sum()) and not torch.isfinite(value).all():
-        bad = ~torch.isfinite(value).reshape(len(value), -1).all(dim=1)
+    if not math.isfinite(value.sum()) and not (good := _good(value, nan)).all():
+        bad = ~good.reshape(len(value), -1).all(dim=1)
         raise ConfigError(
             f"field {name!r}: NaN or infinity in the samples {indices[bad].tolist()[:10]}; remove them or fill them in"
         )
+
+
+def _good(value: Tensor, nan: bool) -> Tensor:
+    return ~torch.isinf(value) if nan else torch.isfinite(value)

@@ -217,7 +217,8 @@ def measure(
     output = run_arm(pipe, config, arm, setting, seed)
     count = len(output.ids)
     report = output.diagnostics
-    yield "network_calls", float(report["network_calls"]), count
+    calls = float(report["network_calls"] + report.get("pilot_calls", 0))
+    yield "network_calls", calls, count
     yield "reward_calls", float(report["reward_calls"]), count
     yield "delivered", float(count), count
     yield from _tilted_numbers(output, config.evaluation.lam)
@@ -230,11 +231,11 @@ def measure(
     asked = config.evaluation.num_samples
     if setting == "stability":
         found = assess(output.crystals, pipe, config.evaluation.relax_steps)
-        yield from _rate_numbers(found, asked, float(report["network_calls"]))
+        yield from _rate_numbers(found, asked, calls)
         if config.evaluation.judge is not None:
             yield from _judge_numbers(output.crystals, found, config)
     else:
-        yield from _hit_numbers(output, int(setting.removeprefix("space_group ")), asked)
+        yield from _hit_numbers(output, int(setting.removeprefix("space_group ")), asked, calls)
 
 
 def _mean_weight(output: CrystalTreeSearchOutput) -> tuple[str, float, int]:
@@ -308,13 +309,15 @@ def _rate_numbers(found: CrystalEvaluation, asked: int, calls: float) -> Iterato
             yield "rmsd", float(moved.mean()), len(moved)
 
 
-def _hit_numbers(output: CrystalTreeSearchOutput, group: int, asked: int) -> Iterator[tuple[str, float, int]]:
+def _hit_numbers(
+    output: CrystalTreeSearchOutput, group: int, asked: int, calls: float
+) -> Iterator[tuple[str, float, int]]:
     """The share of crystals that have the group, and of those that differ in composition among them."""
     found = space_group_ladder(output.crystals, (TOLERANCE,), select=output.valid).numbers[:, 0] == group
     hits = found & output.valid
     yield "share/valid", float(output.valid.sum()) / asked, asked
     yield "share/hits", float(hits.sum()) / asked, asked
-    yield "hits_per_1000_calls", 1000.0 * float(hits.sum()) / output.diagnostics["network_calls"], asked
+    yield "hits_per_1000_calls", 1000.0 * float(hits.sum()) / calls, asked
     formulas = {tuple(sorted(row)) for row in take(output.crystals, hits)["numbers"].tolist()}
     yield "share/formulas", len(formulas) / asked, asked
 

@@ -106,7 +106,9 @@ def _moment_objective(
     arm: Arm, pipe: RMMDPipeline, data: Any, reward: Reward, steps: int, lam: float
 ) -> MomentMatchingObjective:
     kind = pipe.scheduler.prediction_type
-    nets = [as_denoiser(copy.deepcopy(n), kind) for n in (pipe.student, pipe.auxiliary, pipe.teacher)]
+    student, auxiliary, teacher = (
+        as_denoiser(copy.deepcopy(network), kind) for network in (pipe.student, pipe.auxiliary, pipe.teacher)
+    )
     first = data[torch.zeros(1, dtype=torch.int64)]
     shared: dict[str, Any] = {
         "phases": [Phase("reward", steps)],
@@ -119,9 +121,9 @@ def _moment_objective(
         **arm.options,
     }
     if arm.kind == "one_step":
-        return DiffInstructObjective(*nets, pipe.scheduler, **shared)
+        return DiffInstructObjective(student, auxiliary, teacher, pipe.scheduler, **shared)
     shared |= {"num_inference_steps": pipe.config["num_inference_steps"], "eta": pipe.config["eta"]}
-    return MomentMatchingObjective(*nets, pipe.scheduler, **shared)
+    return MomentMatchingObjective(student, auxiliary, teacher, pipe.scheduler, **shared)
 
 
 def unit_strength(arm: Arm, pipe: RMMDPipeline, data: Any, reward: Reward, count: int = 512) -> float:

@@ -118,11 +118,11 @@ def build(config: Config) -> Recipe:
         raise ConfigError("teacher.steps, distil.steps and reward.steps are all 0: there is nothing to train")
 
     def save_pipeline(folder: Path, networks: Mapping[str, nn.Module]) -> None:
-        made = {name: network_of(networks.get(name, net)) for name, net in nets.items()}
+        made: dict[str, Any] = {name: network_of(networks.get(name, net)) for name, net in nets.items()}
         if then is None:
             made["student"].load_state_dict(made["teacher"].state_dict())
             made["auxiliary"].load_state_dict(made["teacher"].state_dict())
-        values = {k: pipe.config[k] for k in _VALUES}
+        values: dict[str, Any] = {k: pipe.config[k] for k in _VALUES}
         RMMDPipeline(scheduler=pipe.scheduler, **made, **values).save_pretrained(folder, card=_card(config, data))
 
     return Recipe(objective, data, save_pipeline)
@@ -144,7 +144,7 @@ def _start(config: Config, data: TrainingData) -> RMMDPipeline:
     """The networks that training begins with."""
     from genkit.pipeline import load
 
-    values = {
+    values: dict[str, Any] = {
         "sample_shape": list(data.sample_shape),
         "num_inference_steps": config.num_inference_steps,
         "eta": config.eta,
@@ -171,7 +171,7 @@ def _start(config: Config, data: TrainingData) -> RMMDPipeline:
         raise ConfigError(f"init_from={config.init_from} was trained with other settings: {'; '.join(changed)}")
     if pipe.teacher is None or pipe.auxiliary is None:
         raise ConfigError(f"init_from={config.init_from} was saved without its teacher or auxiliary network")
-    return cast(RMMDPipeline, pipe)
+    return pipe
 
 
 def _teacher(config: Config, data: TrainingData) -> nn.Module:

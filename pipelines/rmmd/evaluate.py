@@ -236,10 +236,9 @@ def _distilled(config: Config, arm: str, setting: str, seed: int) -> Iterator[tu
     steps = int(setting.split()[0])
     name = "teacher" if arm == "teacher" else f"{arm}-{steps}"
     pipe = cast(RMMDPipeline, load(_folder(config, seed) / name / "pipeline"))
-    options = {"num_inference_steps": steps}
     network = as_denoiser(pipe.teacher if arm == "teacher" else pipe.student, pipe.scheduler.prediction_type)
     look = judge(config)
-    for metric, value in look(look.draw(sampler(network, pipe, **options), seed)).items():
+    for metric, value in look(look.draw(sampler(network, pipe, num_inference_steps=steps), seed)).items():
         yield metric, value, config.evaluation.num_samples
     if arm == "teacher":
         train = config.data.load("train")

@@ -17,7 +17,7 @@ from genkit._checks import checked_count
 from genkit.data.weather import clock_features
 from genkit.errors import ConfigError, MissingExtraError, nearest
 
-__all__ = ["ForecastCodec", "forecast_dataset", "roll_out"]
+__all__ = ["Draw", "ForecastCodec", "forecast_dataset", "roll_out"]
 
 Draw = Callable[[Tensor, torch.Generator | None], Tensor]
 
@@ -176,10 +176,11 @@ def _times(codec: ForecastCodec, dataset: Any) -> np.ndarray:
 
 
 def _duration(codec: ForecastCodec, count: int) -> Any:
-    return np.timedelta64(count, codec.time_unit) if codec.time_unit else count
+    unit: Any = codec.time_unit
+    return np.timedelta64(count, unit) if unit else count
 
 
-def _since_1970(time: Any, unit: str) -> int:
+def _since_1970(time: Any, unit: Any) -> int:
     return int(np.datetime64(time, unit).astype(np.int64))
 
 

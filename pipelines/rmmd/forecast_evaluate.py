@@ -8,7 +8,7 @@ variables by block bootstrap.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from genkit.metrics.ensemble import (
 from genkit.metrics.results import ResultRow
 from genkit.pipeline import load
 from genkit.pipelines.rmmd.config import Config, build
-from genkit.pipelines.rmmd.forecast import ForecastCodec, roll_out
+from genkit.pipelines.rmmd.forecast import Draw, ForecastCodec, roll_out
 from genkit.pipelines.rmmd.pipeline import RMMDPipeline
 from genkit.training.arms import train_pipeline
 
@@ -88,7 +88,7 @@ def train_forecasts(config: Config, folder: Path, seed: int) -> None:
     _trained(config, first | {"max_steps": config.teacher.steps}, folder / "teacher")
     source = {"source": str(folder / "teacher" / "pipeline"), "steps": 0}
     teacher = config.teacher.model_copy(update=source)
-    changes = {"teacher": teacher, "reward": None, "seed": seed, "max_steps": distil.steps}
+    changes: dict[str, Any] = {"teacher": teacher, "reward": None, "seed": seed, "max_steps": distil.steps}
     _trained(config, changes, folder / "mmd")
     after = {"init_from": str(folder / "mmd" / "pipeline"), "seed": seed, "max_steps": reward.steps}
     after |= {"teacher": config.teacher.model_copy(update={"steps": 0})}
@@ -98,7 +98,8 @@ def train_forecasts(config: Config, folder: Path, seed: int) -> None:
     _trained(config, after | offpolicy, folder / "rmmd_offpolicy")
     direct = reward.model_copy(update={"steps": distil.steps, "on_policy": "discrete", "lam": 1.0, "lam_reg": 0.0})
     alone = distil.model_copy(update={"steps": 0, "weight": "none", "teacher_weight": 0.0})
-    changes = {"teacher": teacher, "reward": direct, "distil": alone, "num_inference_steps": 1, "seed": seed}
+    changes = {"teacher": teacher, "num_inference_steps": 1, "seed": seed}
+    changes |= {"reward": direct, "distil": alone}
     _trained(config, changes | {"max_steps": distil.steps}, folder / "crps_direct")
 
 
@@ -145,7 +146,7 @@ def forecast_headline(pipe: RMMDPipeline, config: Config) -> tuple[str, float]:
     pipe.set_progress_bar_config(disable=True)
     teacher = _teacher_draw(pipe, 2 * pipe.config["teacher_steps"] - 1)
     scores = []
-    for draw in (pipe._draw("student"), teacher):
+    for draw in (pipe.draw_from(), teacher):
         generator = torch.Generator().manual_seed(config.seed)
         found = roll_out(codec, draw, truth.states, truth.time, run.members, 1, generator)[0]
         scores.append(float((crps(found, truth.targets[0]).nanmean(dim=0) / torch.tensor(codec.scale)).mean()))
@@ -175,16 +176,12 @@ def _forecast(arm: str, config: Config, folder: Path, train: Any, truth: Truth, 
     name = "mmd" if arm.startswith("teacher") else arm
     pipe = cast(RMMDPipeline, load(folder / name / "pipeline"))
     pipe.set_progress_bar_config(disable=True)
-    draw = _teacher_draw(pipe, int(arm.partition("_")[2])) if arm.startswith("teacher") else pipe._draw("student")
+    draw = _teacher_draw(pipe, int(arm.partition("_")[2])) if arm.startswith("teacher") else pipe.draw_from()
     return roll_out(truth.codec, draw, truth.states, truth.time, members, steps, generator)
 
 
-def _teacher_draw(pipe: RMMDPipeline, calls: int) -> Callable[[Tensor, torch.Generator | None], Tensor]:
-    def draw(condition: Tensor, generator: torch.Generator | None) -> Tensor:
-        options = {"network": "teacher", "num_inference_steps": (calls + 1) // 2, "solver": "dpmpp_2s"}
-        return cast(Any, pipe(len(condition), condition=condition, generator=generator, **options)).samples
-
-    return draw
+def _teacher_draw(pipe: RMMDPipeline, calls: int) -> Draw:
+    return pipe.draw_from("teacher", (calls + 1) // 2, "dpmpp_2s")
 
 
 def _climatology(train: Any, truth: Truth, members: int, steps: int, generator: torch.Generator) -> Tensor:

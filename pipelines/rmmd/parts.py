@@ -41,7 +41,10 @@ class TrainingData:
         num_classes: 0 where there are no labels.
         sample_shape: of one sample.
         cond_shape: of one condition, or None.
+        missing: the entries in which NaN says that a value is missing.
     """
+
+    missing = ("observation",)
 
     def __init__(self, data: Any, num_classes: int = 0) -> None:
         self.data, self.num_classes = data, num_classes
@@ -355,7 +358,7 @@ class RewardPart(ConfigPart):
 
 def build_reward(part: RewardPart) -> Reward:
     """The weighted sum of the terms (one term of weight 1 is itself)."""
-    made = {term.name: _term(term) for term in part.terms}
+    made: dict[str, Reward] = {term.name: _term(term) for term in part.terms}
     if len(made) < len(part.terms):
         raise ConfigError(f"reward.terms has a name twice: {[term.name for term in part.terms]}")
     if len(made) == 1 and part.terms[0].weight == 1.0:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from diffusers.utils import BaseOutput
@@ -24,7 +24,7 @@ from genkit._checks import checked_count, checked_number, checked_shape
 from genkit.errors import CheckpointError, ConfigError
 from genkit.models.guidance import ClassifierFreeGuidance
 from genkit.pipeline import GenkitPipeline
-from genkit.pipelines.rmmd.forecast import ForecastCodec, forecast_dataset
+from genkit.pipelines.rmmd.forecast import Draw, ForecastCodec, forecast_dataset
 from genkit.pipelines.rmmd.networks import as_denoiser
 from genkit.pipelines.rmmd.weights import checked_choice
 from genkit.samplers.solvers import Solver
@@ -257,14 +257,24 @@ class RMMDPipeline(GenkitPipeline):
         if self.config["fields"] is None:
             raise ConfigError("this pipeline was trained on no fields, so it forecasts nothing; call it for samples")
         codec = ForecastCodec.from_dict(self.config["fields"])
-        return forecast_dataset(codec, self._draw(network), dataset, members, num_steps, generator)
+        return forecast_dataset(codec, self.draw_from(network), dataset, members, num_steps, generator)
 
-    def _draw(self, network: Network) -> Any:
-        """(conditions, generator) → samples of a network."""
+    def draw_from(
+        self, network: Network = "student", num_inference_steps: int | None = None, solver: str | None = None
+    ) -> Draw:
+        """(conditions (n, \\*), generator) → samples (n, \\*) of a network: what :func:`roll_out` asks for."""
 
         def draw(condition: Tensor, generator: torch.Generator | None) -> Tensor:
-            told = {"condition": condition, "network": network, "generator": generator}
-            return cast(RMMDOutput, self(len(condition), **told)).samples
+            output: Any = self(
+                len(condition),
+                num_inference_steps,
+                condition=condition,
+                network=network,
+                solver=solver,
+                generator=generator,
+            )
+            samples: Tensor = output.samples
+            return samples
 
         return draw
 

@@ -105,6 +105,20 @@ def test_bad_data_is_refused_by_name():
             make()
 
 
+def test_a_field_may_say_that_nan_is_a_missing_value():
+    spoiled = torch.zeros(4, 2)
+    spoiled[1, 1], spoiled[3, 0] = float("nan"), float("inf")
+    data = TensorData({"x": torch.zeros(4, 2), "y": spoiled})
+    data.missing = ("y",)
+    read = BatchReader(data).read
+    assert torch.isnan(read(torch.tensor([0, 1]))["y"]).sum() == 1
+    with pytest.raises(ConfigError, match=r"'y': NaN or infinity in the samples \[3\]"):
+        read(torch.tensor([1, 3]))
+    data.missing = ("x",)
+    with pytest.raises(ConfigError, match=r"'y': NaN or infinity in the samples \[1\]"):
+        BatchReader(data).read(torch.tensor([0, 1]))
+
+
 def test_fields_that_look_like_a_batch_are_still_stacked():
     class Pairs(torch.utils.data.Dataset):
         def __len__(self):
