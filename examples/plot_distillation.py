@@ -81,6 +81,7 @@ print(f"student, {steps:2d} steps: Fréchet distance {student['frechet']:.4f} (f
 with figure_style():
     curves = {"teacher": teacher, f"student ({steps} steps)": [student["frechet"]] * len(walked)}
     figure = draw_scores(curves | {"floor": [floor] * len(walked)}, walked, label="Fréchet distance (lower is better)")
-    figure.axes[0].set(xscale="log", yscale="log", xlabel="network calls of the teacher")
+    figure.axes[0].set(xscale="log", xlabel="network calls of the teacher", ylim=(0, None))
+    figure.axes[0].minorticks_off()
     figure.axes[0].set_xticks(walked, [str(number) for number in walked])
 show(figure, "frechet.png", f"n = {count}, one draw")

@@ -51,7 +51,7 @@ RECIPES = {
     "kjv-block": ZooRecipe("block_diffusion", "configs/block_diffusion/kjv.yaml", ("max_steps=3000",)),
     "features-digits": ZooRecipe("rmmd", "configs/rmmd/features_digits.yaml"),
     "features-emoji32": ZooRecipe("rmmd", "configs/rmmd/features_emoji32.yaml"),
-    "digits-rmmd": ZooRecipe("rmmd", "configs/rmmd/digits.yaml"),
+    "digits-rmmd": ZooRecipe("rmmd", "configs/rmmd/digits.yaml", ("reward=null", "max_steps=7000")),
     "weather-rmmd": ZooRecipe("rmmd", "configs/rmmd/weather.yaml"),
     "proto8-crystal": ZooRecipe("crystal_tree_search", "configs/crystal_tree_search/proto8.yaml"),
     "proto8-diffcsp": ZooRecipe("crystal_tree_search", "configs/crystal_tree_search/proto8_diffcsp.yaml"),

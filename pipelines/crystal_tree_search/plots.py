@@ -242,9 +242,11 @@ def draw_crystals(crystals: Mapping[str, Tensor], titles: Sequence[str] = (), *,
         raise ConfigError(f"{count} crystals and {len(titles)} titles; expected one title each, or none")
     columns = min(columns, count)
     lines = math.ceil(count / columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(2.1 * columns, 2.3 * lines), squeeze=False)
+    figure, axes = plt.subplots(lines, columns, figsize=(2.1 * columns, 2.5 * lines), squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
+    if figure.get_layout_engine() is not None:  # axes without a frame leave no room for what is written around them
+        figure.get_layout_engine().set(h_pad=0.14)
     for row in range(count):
         axis = axes.flat[row]
         mask = crystals["mask"][row]
