@@ -3,7 +3,8 @@
 Engine: the cost of a node (time and memory) with a chain that costs next to nothing, for trees of 1e4, 1e5 and 1e6
 nodes. Goals: 1e6 nodes cost at most 1.5 x as much a node as 1e4, and at most 400 bytes each.
 
-Model: a randomly initialised network of about 10 ms a call at 64 rows, or any pipeline's parts given to `zoo_rows`:
+Model: a randomly initialised network of about 10 ms a call at 64 rows, or any pipeline's parts given to `model_rows`
+(``mlp_``), and the zoo's crystal model with its energies:
 
 * ``search_vs_plain_batched``: wall time of a search / of plain sampling with as many network calls and rewards in
   batches of as many rows as the search has slots;
@@ -53,6 +54,9 @@ class CheapChain:
 
     def draw_stage(self, depth: int, state: Any, keys: Keys, context: Any = None) -> Tensor:
         return keys.uniform((4,), torch.float32)
+
+    def stage_log_weight(self, depth: int, state: Any, context: Any = None) -> Tensor:
+        return torch.zeros(len(state), dtype=torch.float64)
 
     def draw_branch(self, keys: Keys, depth: Tensor) -> Tensor:
         return torch.zeros(len(keys), dtype=torch.bool)
@@ -107,7 +111,7 @@ class MLP(nn.Module):
         return self.layers(torch.cat((x, t[:, None]), dim=1))
 
 
-def zoo_rows(
+def model_rows(
     denoiser: Any, scheduler: Any, reward: Any, shape: Any, rollouts: int = 256, repeats: int = 3
 ) -> list[str]:
     """The rows of a model.
@@ -148,14 +152,16 @@ def zoo_rows(
     middle = len(speedups) // 2
     speedup = Ratio(speedups[middle], speedups[0], speedups[-1], len(speedups))
     return [
-        bench_line("search_vs_plain_batched", ratio(seconds["search"], seconds["plain"]), "<=1.1"),
-        bench_line("share_outside_network_and_reward", Ratio(shares[middle], shares[0], shares[-1], repeats), "<=0.05"),
-        info_line("speedup_vs_one_slot", speedup, f"(bare network {SLOTS} t(1) / t({SLOTS}) = {bare:.2f})"),
+        bench_line("mlp_search_vs_plain_batched", ratio(seconds["search"], seconds["plain"]), "<=1.1"),
+        bench_line(
+            "mlp_share_outside_network_and_reward", Ratio(shares[middle], shares[0], shares[-1], repeats), "<=0.05"
+        ),
+        info_line("mlp_speedup_vs_one_slot", speedup, f"(bare network {SLOTS} t(1) / t({SLOTS}) = {bare:.2f})"),
     ]
 
 
 def search_chain(denoiser: Any, scheduler: Any, shape: Any) -> Any:
-    """The chain that the searches of `zoo_rows` walk."""
+    """The chain that the searches of `model_rows` walk."""
     from genkit.samplers import Chain
 
     return Chain(denoiser, scheduler, num_inference_steps=STEPS, levels=LEVELS, shape=shape)
@@ -194,6 +200,52 @@ def forward_seconds(chain: Any, rows: int) -> float:
     return min(interleaved({"forward": lambda: chain.outputs(state, step)}, 10)["forward"])
 
 
+def crystal_rows(repeats: int = 3, samples: int = 256) -> list[str]:
+    """The zoo's crystal model with its energies: a search beside independent walks (self-normalised weights) that make
+    as many network calls and, within a few per cent, judge as many crystals.
+    """
+    import genkit
+
+    pipe: Any = genkit.load("zoo:proto8-crystal")
+    pipe.set_progress_bar_config(disable=True)
+    steps, shares, counts = 32, [], []
+    settings = {"num_inference_steps": steps, "output_type": "pt", "lam": 10.0}
+
+    def search(slots: int = SLOTS, walks: int = samples) -> dict[str, float]:
+        found = pipe(
+            8 * walks, 4, levels=8, widening=(2.0, 0.5), max_network_calls=walks * steps, slots=slots,
+            generator=torch.Generator().manual_seed(0), **settings,
+        )  # fmt: skip
+        spent: dict[str, float] = found.diagnostics["seconds"]
+        shares.append(spent["own"] / sum(spent.values()))
+        counts.append((found.diagnostics["network_calls"], found.diagnostics["reward_calls"]))
+        return spent
+
+    def plain(slots: int = SLOTS, walks: int = samples) -> dict[str, float]:
+        generator = torch.Generator().manual_seed(0)
+        found = pipe(walks, 4, mode="snis", slots=slots, generator=generator, **settings)
+        counts.append((found.diagnostics["network_calls"], found.diagnostics["reward_calls"]))
+        spent: dict[str, float] = found.diagnostics["seconds"]
+        return spent
+
+    seconds = interleaved({"search": search, "plain": plain}, repeats, warmup=1)
+    (calls, rewards), (plain_calls, plain_rewards) = counts[0], counts[1]
+    print(f"crystals: {calls} calls, {rewards} energies; plain {plain_calls} and {plain_rewards}", flush=True)
+    ordered = sorted(shares[1:])
+    one, all_slots = (sum(search(slots, walks).values()) / walks for slots, walks in ((1, 8), (SLOTS, samples)))
+    bare_one, bare_all = (plain(slots, walks)["network"] / walks for slots, walks in ((1, 8), (SLOTS, samples)))
+    speedup = Ratio(*[one / all_slots] * 3, 1)
+    return [
+        info_line("speedup_vs_one_slot", speedup, f"(the network alone: {bare_one / bare_all:.2f})"),
+        bench_line("search_vs_plain_batched", ratio(seconds["search"], seconds["plain"]), "<=1.1"),
+        bench_line(
+            "share_outside_network_and_reward",
+            Ratio(ordered[len(ordered) // 2], ordered[0], ordered[-1], len(ordered)),
+            "<=0.05",
+        ),
+    ]
+
+
 def main() -> None:
     """Prints all rows; the BENCH lines come last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -205,7 +257,8 @@ def main() -> None:
     lines = node_rows(arguments.largest)
     torch.manual_seed(0)
     reward = FunctionReward(lambda x, context: -x.square().mean(dim=1))
-    lines += zoo_rows(MLP().eval(), VPScheduler("cosine", prediction_type="sample"), reward, (64,))
+    lines += model_rows(MLP().eval(), VPScheduler("cosine", prediction_type="sample"), reward, (64,))
+    lines += crystal_rows()
     for line in sorted(lines, key=lambda line: line.startswith("BENCH")):
         print(line)
 
