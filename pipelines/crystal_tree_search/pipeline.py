@@ -308,7 +308,13 @@ class CrystalTreeSearchPipeline(GenkitPipeline):
                 device=self._execution_device,
             )  # fmt: skip
             chain = chain.with_proposal(proposal)
-            max_network_calls = None if max_network_calls is None else max(1, max_network_calls - pilot_calls)
+            if max_network_calls is not None:
+                if pilot_calls >= max_network_calls:
+                    raise ConfigError(
+                        f"guidance_scale='auto' spent {pilot_calls} network calls on its pilot, max_network_calls="
+                        f"{max_network_calls} leaves none for the search; allow more, or give the guidance as numbers"
+                    )
+                max_network_calls -= pilot_calls
         known = all(name in OBJECTIVES for name in names)  # another reward may have any range
         options = {"floor": FLOOR if known else -math.inf, **(search_options or {})}
         if mode not in POPULATIONS:

@@ -49,9 +49,13 @@ def cheap(toy_pipe, monkeypatch):
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm not in ("dts_multi", "dts_single", "reference")])
-def test_no_arm_exceeds_the_budget_and_searches_use_it(cheap, arm):
+def test_no_arm_exceeds_the_budget_and_searches_use_it(cheap, arm, monkeypatch):
+    """The pilot that finds the guidance of ``dts_guided`` is paid from the same budget."""
+    monkeypatch.setattr("genkit.pipelines.crystal_tree_search.pipeline.PILOT_SAMPLES", 2)
+    monkeypatch.setattr("genkit.pipelines.crystal_tree_search.pipeline.PILOT_ITERATIONS", 1)
     output = run_arm(cheap, make(), arm, "stability", 0)
-    calls, budget = output.diagnostics["network_calls"], 32 * 6
+    calls, budget = output.diagnostics["network_calls"] + output.diagnostics.get("pilot_calls", 0), 32 * 6
+    assert (output.diagnostics.get("pilot_calls", 0) > 0) is (arm == "dts_guided")
     assert len(output.ids) == 8
     if arm in ("base", "cfg"):
         assert calls == 8 * 6 * (1 + (arm == "cfg"))  # what is delivered, and nothing else
@@ -93,7 +97,7 @@ def test_hits_by_hand():
     valid[group.eq(225).nonzero()[0, 0]] = False  # one of the hits was not judged
     physical = {name: crystals[name] for name in ("lattice", "coordinates", "numbers", "mask")}
     output = CrystalTreeSearchOutput(None, [], None, valid, [], physical, None, None, {"network_calls": 500})
-    numbers = {name: value for name, value, _ in module._hit_numbers(output, 225, 50)}
+    numbers = {name: value for name, value, _ in module._hit_numbers(output, 225, 50, 500.0)}
     hits = int((group == 225).sum()) - 1
     assert numbers["share/hits"] == pytest.approx(hits / 50)  # ten were not delivered
     assert numbers["hits_per_1000_calls"] == pytest.approx(2.0 * hits)

@@ -99,6 +99,8 @@ def test_guidance_is_chosen_by_effective_share(toy_pipe):
     output = toy_pipe(16, 4, guidance_scale="auto", generator=seeded(), **options, **SMALL)
     scales = output.diagnostics["proposal"]["guidance_scale"]
     assert len(scales) == 3 and all(0.0 <= scale <= 2.0 for scale in scales) and output.diagnostics["pilot_calls"] > 0
+    with pytest.raises(ConfigError, match="on its pilot, max_network_calls=20 leaves none"):
+        toy_pipe(16, 4, guidance_scale="auto", max_network_calls=20, **options, **SMALL)
 
 
 def test_a_formula_is_kept(toy_pipe):
