@@ -220,7 +220,7 @@ class MomentMatchingObjective(Objective):
             return self._auxiliary_loss(phase, clean, x_s, s, cond)
         total, logs = self._moment_loss(phase, clean, x_s, s, cond)
         if self.reward is not None and (phase == "reward" or self.joint):
-            value, more = self._reward_loss(clean, batch, logs.pop("gradient_rms"))
+            value, more = self._reward_loss(clean, batch, t[::members], logs.pop("gradient_rms"))
             total, logs = total - self.lam * value, logs | more
         if phase == "reward" and self.lam_reg > 0.0:
             with torch.no_grad():
@@ -245,6 +245,8 @@ class MomentMatchingObjective(Objective):
             reference = self.reference_moment(phase, x_s, s, cond)
             gap = self.student_moment(x_s, s, cond) - reference
             logs: dict[str, Any] = {"moment_gap": gap.square().mean().sqrt()}
+            halves = _by_half("moment_gap", gap.flatten(1).square().mean(dim=1), s)
+            logs |= {name: value.sqrt() for name, value in halves.items()}
             if self.normalize == "dmd":
                 scale = (clean.detach() - reference).flatten(1).abs().mean(dim=1)
                 gap = gap / _like(scale.clamp(min=torch.finfo(scale.dtype).tiny), gap)
@@ -253,7 +255,7 @@ class MomentMatchingObjective(Objective):
         return self._reduce(clean * direction).mean(), logs
 
     def _reward_loss(
-        self, clean: Tensor, batch: Mapping[str, Tensor], moment_rms: Tensor
+        self, clean: Tensor, batch: Mapping[str, Tensor], t: Tensor, moment_rms: Tensor
     ) -> tuple[Tensor, dict[str, Tensor | float]]:
         """The mean reward over conditions, an invalid one counting as a constant, with its gradient to x̂."""
         sample = clean.detach()
@@ -280,6 +282,7 @@ class MomentMatchingObjective(Objective):
         return value, {
             "reward": output.mean().detach(),
             "reward_invalid": 1.0 - output.valid.to(torch.float32).mean(),
+            **_by_half("reward", output.filled().detach(), t),
             "reward_gradient_ratio": ratio,
             "effective_lambda": self.lam * (1.0 + self.teacher_weight),
         }
@@ -450,6 +453,15 @@ def _rows_of(keys: Keys, members: int) -> Keys:
     own = torch.arange(members, device=keys.sample.device)
     sample = (keys.sample.unsqueeze(1) * members + own).flatten()
     return Keys(keys.key.repeat_interleave(members), sample, keys.step, keys.purpose)
+
+
+def _by_half(name: str, values: Tensor, times: Tensor) -> dict[str, Tensor]:
+    """Means of values (B,) at times below and from ½, 0 where a half has none: what noise does to them."""
+    late = times >= 0.5
+    found = {}
+    for half, rows in (("t<0.5", ~late), ("t>=0.5", late)):
+        found[f"{name}/{half}"] = torch.where(rows, values, 0.0).sum() / rows.sum().clamp(min=1)
+    return found
 
 
 def _entry(batch: Mapping[str, Tensor], name: str) -> Tensor:

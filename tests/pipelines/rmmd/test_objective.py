@@ -565,3 +565,17 @@ def test_batches_and_rewards_must_fit():
         call(make(condition_names=("labels",)), label=torch.arange(64))
     with pytest.raises(ConfigError, match="turn='teacher'"):
         call(make(), "teacher")
+
+
+def test_logs_by_half_of_the_noise_levels_add_up_to_the_whole():
+    objective = make(reference="teacher")
+    logs = call(objective).logs
+    keys = training_keys(3, 5, torch.arange(64))
+    t, s, _ = draw_times(keys, CHAIN, 4, "continuous")
+    shares = {"t<0.5": float((s < 0.5).double().mean()), "t>=0.5": float((s >= 0.5).double().mean())}
+    whole = sum(share * float(logs[f"moment_gap/{half}"]) ** 2 for half, share in shares.items())
+    assert whole == pytest.approx(float(logs["moment_gap"]) ** 2, rel=1e-4)
+    shares = {"t<0.5": float((t < 0.5).double().mean()), "t>=0.5": float((t >= 0.5).double().mean())}
+    whole = sum(share * float(logs[f"reward/{half}"]) for half, share in shares.items())
+    assert whole == pytest.approx(float(logs["reward"]), rel=1e-4)
+    assert float(logs["moment_gap/t<0.5"]) != pytest.approx(float(logs["moment_gap/t>=0.5"]), rel=1e-2)
