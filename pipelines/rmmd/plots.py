@@ -50,7 +50,7 @@ def draw_front(
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(6.4, 4.2))
-    palette = plt.get_cmap("cividis")(np.linspace(0.0, 0.95, max(len(fronts), 2)))
+    palette = plt.get_cmap("cividis")(np.linspace(0.0, 0.85, max(len(fronts), 2)))
     for i, (arm, points) in enumerate(fronts.items()):
         ordered = points[points[:, 1].argsort()].numpy()
         axis.plot(
@@ -73,7 +73,7 @@ def draw_spectra(changes: Mapping[str, tuple[Tensor, Tensor]]) -> Any:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(6.0, 3.6))
-    palette = plt.get_cmap("cividis")(np.linspace(0.0, 0.95, max(len(changes), 2)))
+    palette = plt.get_cmap("cividis")(np.linspace(0.0, 0.85, max(len(changes), 2)))
     for i, (arm, (frequencies, shares)) in enumerate(changes.items()):
         axis.plot(
             frequencies.numpy(),
@@ -150,7 +150,7 @@ def draw_scores(curves: Mapping[str, Sequence[float]], hours: Sequence[float], *
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(6.0, 3.6))
-    palette = plt.get_cmap("cividis")(np.linspace(0.0, 0.95, max(len(curves), 2)))
+    palette = plt.get_cmap("cividis")(np.linspace(0.0, 0.85, max(len(curves), 2)))
     for i, (name, values) in enumerate(curves.items()):
         axis.plot(hours, values, marker=_MARKS[i % len(_MARKS)], ms=4, lw=1.2, color=palette[i], label=name)
     axis.set(xlabel="hours ahead", ylabel=label)
