@@ -133,10 +133,10 @@ def unit_strength(arm: Arm, pipe: RMMDPipeline, data: Any, reward: Reward, count
     """
     index = torch.arange(min(count, len(data)))
     batch = data[index] | {"sample_id": index}
-    if arm.kind in ("moment", "one_step"):
-        # the gap to the first auxiliary is 0 where training starts; that to the teacher is what distillation left
-        probe = Arm("moment", {"reference": "teacher"}) if arm.kind == "moment" else arm
-        objective = _moment_objective(probe, pipe, data, reward, 2, 1.0)
+    if arm.kind == "moment":
+        return pipe.lam_for_ratio(1.0, data, {"reward": reward, "reduction": "mean"}, count)
+    if arm.kind == "one_step":
+        objective = _moment_objective(arm, pipe, data, reward, 2, 1.0)
         objective.start_phase("reward")
         logs = objective.loss("student", batch, step=1, keys=training_keys(0, 0, index)).logs
         ratio = float(logs["reward_gradient_ratio"])

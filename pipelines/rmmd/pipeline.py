@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from genkit.pipeline import GenkitPipeline
 from genkit.pipelines.rmmd.forecast import Draw, ForecastCodec, forecast_dataset
 from genkit.pipelines.rmmd.networks import as_denoiser
 from genkit.pipelines.rmmd.weights import checked_choice
+from genkit.samplers.noise import training_keys
 from genkit.samplers.solvers import Solver
 from genkit.samplers.walk import rollout
 from genkit.schedulers import VPScheduler
@@ -363,7 +365,7 @@ class RMMDPipeline(GenkitPipeline):
         data: Any,
         config: Mapping[str, Any],
         *,
-        lam: float = 0.1,
+        lam: float | str = 0.1,
         lam_reg: float | None = None,
         members: int = 1,
         on_policy: Any = "continuous",
@@ -380,14 +382,15 @@ class RMMDPipeline(GenkitPipeline):
             reward: differentiable; checked on the data before anything is trained.
             data, config: as in :meth:`distill`; of the samples themselves only those entries are used that networks or
                 reward are told (all of them with ``on_policy=False``).
-            lam, lam_reg, members, on_policy, reference, …: see :class:`MomentMatchingObjective`.
+            lam: λ; ``"auto:0.3"``: the one at which the reward's gradient is 0.3 times the moments' gap to the teacher,
+                on one batch of the data before training.
+            lam_reg, members, on_policy, reference, …: see :class:`MomentMatchingObjective`.
 
         Returns:
             As :meth:`distill`.
         """
         options = {
             "reward": reward,
-            "lam": lam,
             "lam_reg": lam_reg,
             "members": members,
             "on_policy": on_policy,
@@ -399,7 +402,34 @@ class RMMDPipeline(GenkitPipeline):
             "reduction": reduction,
         }
         check_reward(reward, data, members)
+        options["lam"] = self.lam_for_ratio(_ratio_of(lam), data, options) if isinstance(lam, str) else lam
         return self._train("reward", data, config, options)
+
+    def lam_for_ratio(self, ratio: float, data: Any, options: Mapping[str, Any], count: int = 512) -> float:
+        """λ at which the reward's gradient is ``ratio`` times the moments' gap to the teacher, at the start.
+
+        Args:
+            ratio: above 0.
+            data: of :meth:`finetune`; ``count`` of its items are looked at.
+            options: of :class:`MomentMatchingObjective`, the reward among them.
+
+        Raises:
+            ConfigError: a gap or a gradient of 0.
+        """
+        # the gap to the first auxiliary is 0 where training starts; that to the teacher is what distillation left
+        probe: Any = self.objective(data, [Phase("reward", 2)], **{**options, "lam": 1.0, "reference": "teacher"})
+        probe.start_phase("reward")
+        index = torch.arange(min(count, len(data)))
+        batch = dict(data[index]) | {"sample_id": index}
+        found = float(
+            probe.loss("student", batch, step=1, keys=training_keys(0, 0, index)).logs["reward_gradient_ratio"]
+        )
+        if not (math.isfinite(found) and 0.0 < found < 1e9):
+            raise ConfigError(
+                f"the reward's gradient is {found:g} times the moments' gap, so no λ gives {ratio}; distil first, or "
+                "give lam as a number"
+            )
+        return ratio / found
 
     def _train(self, phase: str, data: Any, config: Mapping[str, Any], options: Mapping[str, Any]) -> list[Any]:
         from genkit.training import Trainer, TrainerConfig
@@ -436,6 +466,18 @@ class RMMDPipeline(GenkitPipeline):
             condition_names=[name for name in ("class_labels", "condition") if name in first],
             **options,
         )
+
+
+def _ratio_of(lam: str) -> float:
+    """0.3 of ``"auto:0.3"``."""
+    name, _, number = lam.partition(":")
+    try:
+        ratio = float(number)
+    except ValueError:
+        ratio = 0.0
+    if name != "auto" or not 0.0 < ratio < math.inf:
+        raise ConfigError(f"lam={lam!r}; expected a number, or 'auto:' and a ratio above 0, such as 'auto:0.3'")
+    return ratio
 
 
 def check_reward(reward: Any, data: Any, members: int, count: int = 16) -> None:

@@ -259,3 +259,20 @@ def test_teacher_and_student_of_another_parametrisation_are_refused(tmp_path):
     pipe.auxiliary.prediction_type = "epsilon"
     with pytest.raises(ConfigError, match="one prediction type"):
         pipe.distill(Rows(64, shape=(1, 4, 4)), {"output_dir": str(tmp_path / "run"), "max_steps": 2})
+
+
+def test_a_reward_is_weighed_by_what_holds_the_student(tmp_path):
+    """λ from a ratio is linear in it, and inverse to the reward's scale."""
+    pipe, data = untrained(), Rows(64, shape=(1, 4, 4))
+    with pytest.raises(ConfigError, match="distil first"):
+        pipe.lam_for_ratio(0.3, data, {"reward": LinearFunctional([[[1.0]]])})
+    pipe.auxiliary = network(3)
+    one = pipe.lam_for_ratio(0.3, data, {"reward": LinearFunctional([[[1.0]]])})
+    assert pipe.lam_for_ratio(0.6, data, {"reward": LinearFunctional([[[1.0]]])}) == pytest.approx(2 * one, rel=1e-5)
+    assert pipe.lam_for_ratio(0.3, data, {"reward": LinearFunctional([[[5.0]]])}) == pytest.approx(one / 5, rel=1e-5)
+    settings = {"output_dir": str(tmp_path / "run"), "max_steps": 2, "batch_size": 16}
+    logs = pipe.finetune(LinearFunctional([[[1.0]]]), data, settings, lam="auto:0.3", reduction="sum")
+    assert 0.0 < logs[1].logs["effective_lambda"]
+    for wrong in ("auto", "auto:x", "auto:-1", "half"):
+        with pytest.raises(ConfigError, match="such as 'auto:0.3'"):
+            pipe.finetune(LinearFunctional([[[1.0]]]), data, settings, lam=wrong)
