@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from genkit.errors import ConfigError
 from genkit.serialization import installed_versions
 
-__all__ = ["ResultRow", "append_rows", "mean_interval", "read_rows", "summary_table"]
+__all__ = ["ResultRow", "append_rows", "mean_interval", "read_rows", "rows_of_configuration", "summary_table"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,21 @@ def read_rows(path: str | Path) -> list[ResultRow]:
             raise ConfigError(
                 f"{path}, line {number}: not a row of results ({error}); delete or mend the line"
             ) from error
+    return rows
+
+
+def rows_of_configuration(path: str | Path, hashes: Container[str], setting: str | None = None) -> list[ResultRow]:
+    """The rows whose configuration has one of ``hashes`` (and, where it is given, of one setting).
+
+    Raises:
+        ConfigError: there are none.
+    """
+    rows = [row for row in read_rows(path) if row.config_hash in hashes and setting in (None, row.setting)]
+    if not rows:
+        raise ConfigError(
+            f"{path} holds no rows of this configuration; measure them by leaving out --table, or name the folder that "
+            "has them (--results-dir, by default docs/results of the current folder)"
+        )
     return rows
 
 

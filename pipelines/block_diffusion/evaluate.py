@@ -19,7 +19,7 @@ import torch
 
 from genkit.data.tasks import VerifiableTasks, check_answer
 from genkit.errors import ConfigError
-from genkit.metrics.results import ResultRow, read_rows, summary_table
+from genkit.metrics.results import ResultRow, read_rows, rows_of_configuration, summary_table
 from genkit.pipelines.block_diffusion.config import Config, DiffusionPart, SmallModel, TasksData, build, held_out_rows
 from genkit.pipelines.block_diffusion.likelihood import LikelihoodBound, nelbo
 from genkit.pipelines.block_diffusion.pipeline import BlockDiffusionPipeline
@@ -58,12 +58,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
     if not table_only:
         _run_missing(config, path)
     hashes = {arm_config(config, *arm).config_hash() for arm in _cells(config)}
-    rows = [row for row in read_rows(path) if row.config_hash in hashes]
-    if not rows:
-        raise ConfigError(
-            f"{path} holds no rows of this configuration; measure them by leaving out --table, or name the folder that "
-            "has them (--results-dir, by default docs/results of the current folder)"
-        )
+    rows = rows_of_configuration(path, hashes)
     return "\n\n".join(_tables(config, rows))
 
 

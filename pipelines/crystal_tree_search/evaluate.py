@@ -23,7 +23,7 @@ from torch import Tensor
 
 from genkit.errors import ConfigError
 from genkit.metrics.pareto import hypervolume
-from genkit.metrics.results import ResultRow, mean_interval, read_rows, summary_table
+from genkit.metrics.results import ResultRow, mean_interval, read_rows, rows_of_configuration, summary_table
 from genkit.pipeline import load
 from genkit.pipelines.crystal_tree_search.config import Config, build
 from genkit.pipelines.crystal_tree_search.crystal_metrics import (
@@ -86,12 +86,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
     path = Path(results_dir) / METHOD / f"{config.data.name}-{config.family}.jsonl"
     if not table_only:
         _run_missing(config, path)
-    rows = [row for row in read_rows(path) if row.config_hash == row_hash(config)]
-    if not rows:
-        raise ConfigError(
-            f"{path} holds no rows of this configuration; measure them by leaving out --table, or name the folder that "
-            "has them (--results-dir, by default docs/results of the current folder)"
-        )
+    rows = rows_of_configuration(path, {row_hash(config)})
     return "\n\n".join(_tables(config, rows))
 
 

@@ -18,7 +18,7 @@ from genkit.data.mixtures import StableMixture
 from genkit.data.returns import MarketReturns
 from genkit.errors import ConfigError
 from genkit.metrics.modes import mode_coverage
-from genkit.metrics.results import ResultRow, append_rows, read_rows, summary_table
+from genkit.metrics.results import ResultRow, append_rows, read_rows, rows_of_configuration, summary_table
 from genkit.metrics.tails import RobustWhitening, compare_tails, hill
 from genkit.pipelines.heavy_tailed_flow.backtest import BacktestRow, backtest, classical_forecasts, format_rows
 from genkit.pipelines.heavy_tailed_flow.config import Config, ReturnsData, build
@@ -59,12 +59,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
     path = Path(results_dir) / METHOD / f"{config.data.name}.jsonl"
     if not table_only:
         _run_missing(config, path)
-    rows = [row for row in read_rows(path) if row.setting == _setting(config) and row.config_hash in _hashes(config)]
-    if not rows:
-        raise ConfigError(
-            f"{path} holds no rows of this configuration; measure them by leaving out --table, or name the folder that "
-            "has them (--results-dir, by default docs/results of the current folder)"
-        )
+    rows = rows_of_configuration(path, _hashes(config), _setting(config))
     return "\n\n".join(_tables(config, rows))
 
 

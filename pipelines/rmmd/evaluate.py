@@ -25,7 +25,7 @@ from genkit.metrics.images import (
     spectrum_of_change,
 )
 from genkit.metrics.pareto import hypervolume, non_dominated
-from genkit.metrics.results import ResultRow, read_rows, summary_table
+from genkit.metrics.results import ResultRow, read_rows, rows_of_configuration, summary_table
 from genkit.pipeline import load
 from genkit.pipelines.rmmd.arms import ARMS, grid, make_arm, sampler, unit_strength
 from genkit.pipelines.rmmd.config import Config, build
@@ -64,12 +64,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
     path = Path(results_dir) / METHOD / f"{config.data.name}.jsonl"
     if not table_only:
         _run_missing(config, path)
-    rows = [row for row in read_rows(path) if row.config_hash == row_hash(config)]
-    if not rows:
-        raise ConfigError(
-            f"{path} holds no rows of this configuration; measure them by leaving out --table, or name the folder that "
-            "has them (--results-dir, by default docs/results of the current folder)"
-        )
+    rows = rows_of_configuration(path, {row_hash(config)})
     return "\n\n".join(_tables(config, rows))
 
 
@@ -95,11 +90,11 @@ def _cells(config: Config) -> Iterator[tuple[str, str, int]]:
 
 
 def _run_missing(config: Config, path: Path) -> None:
+    if config.data.name not in IMAGES:
+        return _run_forecasts(config, path)
     done = {(row.arm, row.setting, row.seed) for row in read_rows(path) if row.config_hash == row_hash(config)}
     missing = [cell for cell in _cells(config) if cell not in done]
     values, run = config.resolved(), config.evaluation
-    if config.data.name not in IMAGES:
-        return _run_forecasts(config, path)
     for seed in sorted({seed for _, _, seed in missing}):
         _bases(config, seed)
     jobs = [

@@ -71,7 +71,7 @@ class Truth:
             self.time: Tensor | None = data.times[index]
             self.targets = data.truth(index, num_steps)[1:]
         else:
-            walked = torch.cat([data.truth(num_steps, min(most, data.num_trajectories))])
+            walked = data.truth(num_steps, min(most, data.num_trajectories))
             self.states, self.time, self.targets = [walked[0].to(torch.float32)], None, walked[1:].to(torch.float32)
 
     def __len__(self) -> int:
@@ -204,11 +204,11 @@ def _climatology(train: Any, truth: Truth, members: int, steps: int, generator: 
 def _persistence(train: Any, truth: Truth, members: int, steps: int, generator: torch.Generator) -> Tensor:
     """The last state plus a change drawn from the training set's over the same lead."""
     states = train.table.values if truth.time is not None else None
+    walked = train.truth(steps, train.num_trajectories) if states is None else None
     found = []
     for step in range(steps):
-        if states is None:
-            walked = train.truth(step + 1, train.num_trajectories)
-            changes = (walked[-1] - walked[0]).to(torch.float32)
+        if walked is not None:
+            changes = (walked[step + 1] - walked[0]).to(torch.float32)
         else:
             ahead = train.rows + (step + 1) * truth.codec.lead
             inside = ahead < len(states)

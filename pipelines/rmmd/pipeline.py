@@ -26,7 +26,7 @@ from genkit.errors import CheckpointError, ConfigError
 from genkit.models.guidance import ClassifierFreeGuidance
 from genkit.pipeline import GenkitPipeline
 from genkit.pipelines.rmmd.forecast import Draw, ForecastCodec, forecast_dataset
-from genkit.pipelines.rmmd.networks import as_denoiser
+from genkit.pipelines.rmmd.networks import as_denoiser, network_of
 from genkit.pipelines.rmmd.weights import checked_choice
 from genkit.samplers.noise import training_keys
 from genkit.samplers.solvers import Solver
@@ -497,8 +497,6 @@ def check_reward(reward: Any, data: Any, members: int, count: int = 16) -> None:
 
 def network_state(denoiser: nn.Module) -> dict[str, Tensor]:
     """The state of the network inside a denoiser."""
-    from genkit.pipelines.rmmd.networks import network_of
-
     return dict(network_of(denoiser).state_dict())
 
 
