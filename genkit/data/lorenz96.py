@@ -175,7 +175,7 @@ class Lorenz96:
         seed: an integer >= 0.
 
     Attributes:
-        system: the equations.  names: ``x1`` to ``xK``.
+        num_trajectories: of this split.  system: the equations.  names: ``x1`` to ``xK``.
         states, targets: float64 (n, K).  Row i is of trajectory i modulo their number.
         mean, std: float64 (K,), of X.  scale: float64 (K,), root mean square of X_{t + lead} - X_t.
 
@@ -213,6 +213,7 @@ class Lorenz96:
         self.seed = checked_count("seed", seed, "an integer, at least 0", 0)
         self.names = tuple(f"x{k + 1}" for k in range(num_slow))
         count = min(checked_count("num_trajectories", num_trajectories), size)
+        self.num_trajectories = count
         self.states, self.targets, self._last = self._pairs(split, count, math.ceil(size / count))
         self.states, self.targets = self.states[:size], self.targets[:size]
         self.mean, self.std, self.scale = self._statistics()

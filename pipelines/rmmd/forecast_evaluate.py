@@ -203,14 +203,13 @@ def _climatology(train: Any, truth: Truth, members: int, steps: int, generator: 
 
 def _persistence(train: Any, truth: Truth, members: int, steps: int, generator: torch.Generator) -> Tensor:
     """The last state plus a change drawn from the training set's over the same lead."""
-    states = train.table.values if truth.time is not None else None
-    walked = train.truth(steps, train.num_trajectories) if states is None else None
+    walked = train.truth(steps, train.num_trajectories) if truth.time is None else None
     found = []
     for step in range(steps):
         if walked is not None:
             changes = (walked[step + 1] - walked[0]).to(torch.float32)
         else:
-            ahead = train.rows + (step + 1) * truth.codec.lead
+            states, ahead = train.table.values, train.rows + (step + 1) * truth.codec.lead
             inside = ahead < len(states)
             changes = (states[ahead[inside]] - states[train.rows[inside]]).to(torch.float32)
         pick = torch.randint(len(changes), (members, len(truth)), generator=generator)

@@ -14,6 +14,7 @@ from genkit.pipelines.rmmd.arms import ARMS, make_arm, unit_strength
 from genkit.pipelines.rmmd.baselines import DiffInstructObjective, DMD2Objective
 from genkit.pipelines.rmmd.config import Config, build
 from genkit.pipelines.rmmd.evaluate import evaluate
+from genkit.pipelines.rmmd.forecast_evaluate import FORECAST_ARMS
 from genkit.pipelines.rmmd.parts import RewardPart, RewardTerm, build_reward
 from genkit.rewards import Symmetry, WeightedSum
 from genkit.training import Trainer, load_config
@@ -196,6 +197,26 @@ def test_rows_are_measured_once_and_become_tables(tmp_path, features, monkeypatc
     assert evaluate(config, table_only=True, results_dir=tmp_path / "results") == text
     with pytest.raises(ConfigError, match="holds no rows"):
         evaluate(tiny(tmp_path, *changes, "eta=0.9"), table_only=True, results_dir=tmp_path / "results")
+
+
+@pytest.mark.parametrize("data", ["{name: weather}", "{name: lorenz96, num_samples: 100}"], ids=["weather", "lorenz96"])
+def test_forecasts_of_all_arms_become_a_table(tmp_path, monkeypatch, data):
+    """The whole path at a tiny size; simple forecasts have known spreads: climatology's spread matches its error."""
+    monkeypatch.setattr("genkit.pipelines.rmmd.evaluate.measure_rows", _here)
+    changes = [f"data={data}", "evaluation.seeds=1", "evaluation.members=8", "evaluation.leads=2", "evaluation.block=2"]
+    changes += ["evaluation.starts=40", "teacher.steps=4", "distil.steps=4", "reward.steps=4", "max_steps=12"]
+    changes += ["model.width=16", "model.blocks=1", "batch_size=32", f"output_dir={tmp_path}/run"]
+    config = load_config(CONFIGS / "weather.yaml", changes, Config)
+    text = evaluate(config, results_dir=tmp_path / "results")
+    assert all(f"| {arm} | 1 |" in text for arm in FORECAST_ARMS)
+    path = next((tmp_path / "results" / "rmmd").glob("*.jsonl"))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {(r["arm"], r["setting"], r["metric"]): r["value"] for r in rows}
+    first = "12 h" if "weather" in data else "lead 0.6"
+    assert 0.6 < found["climatology", first, "spread_skill"] < 1.4
+    shares = [found["persistence", first, name] for name in ("better", "tied", "worse")]
+    assert sum(shares) == pytest.approx(1.0)
+    assert ("teacher_59", first, "better") not in found  # it is what the others are held against
 
 
 def _here(jobs, path, **options):
