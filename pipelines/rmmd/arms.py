@@ -28,7 +28,7 @@ from genkit.training.objectives import GradientWindow, PolicyGradientObjective, 
 
 __all__ = ["ARMS", "LEARNING_RATES", "STRENGTHS", "Arm", "Sampler", "make_arm", "sampler", "unit_strength"]
 
-LEARNING_RATES = (1e-5, 3e-5, 1e-4, 3e-4)
+LEARNING_RATES = (3e-6, 3e-5, 3e-4)
 STRENGTHS = (0.3, 1.0, 3.0)
 #: weights of the distance to the reference (or of the divergence from it) that back-propagation and policy gradients
 #: have in place of a strength: a multiple of λ alone acts on nothing under Adam

@@ -54,6 +54,7 @@ class EvaluationConfig(ConfigPart):
     block: int = Field(10, ge=1, description="starts in a block of the bootstrap")
     arms: list[str] | None = Field(None, description="null: all")
     rewards: list[str] = []
+    phases: list[str] = Field([], description="rewards by which the orders of distillation and reward are compared")
     workers: int = Field(2, ge=1, description="processes that train side by side, one thread each")
     minutes: float = Field(3.0, gt=0.0, description="expected core-minutes of one arm and seed, to announce the cost")
 

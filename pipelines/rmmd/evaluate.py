@@ -1,8 +1,8 @@
 """The evidence: what the student keeps of its teacher, and what each way to reward it costs in quality.
 
 Rows are appended to ``<results_dir>/rmmd/<data>.jsonl``; a row that is there is not measured again. For each seed a
-base is trained first (a teacher, students of several steps); then every arm starts from it. Settings are ``<n> steps``
-and ``reward <name>``.
+base is trained first (a teacher, students of several steps); then every arm starts from it. Settings are ``<n> steps``,
+``reward <name>`` and ``phases <name>``, the latter for the orders of distillation and reward.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from genkit.pipelines.rmmd.arms import ARMS, grid, make_arm, sampler, unit_stren
 from genkit.pipelines.rmmd.config import Config, build
 from genkit.pipelines.rmmd.forecast_evaluate import FORECAST_ARMS, forecast_headline, measure_forecasts, train_forecasts
 from genkit.pipelines.rmmd.networks import as_denoiser
+from genkit.pipelines.rmmd.orders import ORDERS, students_in_order
 from genkit.pipelines.rmmd.parts import RewardPart, RewardTerm, TrainingData, build_reward
 from genkit.pipelines.rmmd.pipeline import RMMDPipeline
 from genkit.rewards import Reward
@@ -57,7 +58,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
     Raises:
         ConfigError: there are no rows to make a table of, or an arm of ``evaluation.arms`` is unknown.
     """
-    known = ["teacher", *DISTILLED, *ARMS]
+    known = list(dict.fromkeys(["teacher", *DISTILLED, *ARMS, *ORDERS]))
     unknown = sorted(set(config.evaluation.arms or ()) - set(known))
     if unknown:
         raise ConfigError(f"evaluation.arms names {unknown}; expected some of {', '.join(known)}")
@@ -70,7 +71,7 @@ def evaluate(config: Config, *, table_only: bool = False, results_dir: str | Pat
 
 def row_hash(config: Config) -> str:
     """Of everything that decides a row but arm, setting and seed."""
-    unhashed = {"seeds", "arms", "rewards", "workers", "minutes"}
+    unhashed = {"seeds", "arms", "rewards", "phases", "workers", "minutes"}
     budget = config.evaluation.model_dump(mode="json", exclude=unhashed)
     training = config.model_copy(update={"seed": 0}).config_hash()
     return canonical_hash({"training": training, "budget": budget})
@@ -78,15 +79,13 @@ def row_hash(config: Config) -> str:
 
 def _cells(config: Config) -> Iterator[tuple[str, str, int]]:
     """(arm, setting, seed) of everything that is measured; ``base`` first, since all others start from it."""
-    wanted = config.evaluation.arms
-    for seed in range(config.evaluation.seeds):
-        for steps in config.evaluation.student_steps:
-            yield from (("teacher", f"{steps} steps", seed), *((arm, f"{steps} steps", seed) for arm in DISTILLED))
-        yield "teacher", f"{config.teacher.num_inference_steps} steps", seed
-        for name in config.evaluation.rewards:
-            for arm in ARMS:
-                if wanted is None or arm in wanted:
-                    yield arm, f"reward {name}", seed
+    run, wanted = config.evaluation, config.evaluation.arms
+    for seed in range(run.seeds):
+        cells = [(arm, f"{steps} steps") for steps in run.student_steps for arm in ("teacher", *DISTILLED)]
+        cells.append(("teacher", f"{config.teacher.num_inference_steps} steps"))
+        cells += [(arm, f"reward {name}") for name in run.rewards for arm in ARMS]
+        cells += [(arm, f"phases {name}") for name in run.phases for arm in ORDERS]
+        yield from ((arm, setting, seed) for arm, setting in cells if wanted is None or arm in wanted)
 
 
 def _run_missing(config: Config, path: Path) -> None:
@@ -96,7 +95,7 @@ def _run_missing(config: Config, path: Path) -> None:
     missing = [cell for cell in _cells(config) if cell not in done]
     values, run = config.resolved(), config.evaluation
     for seed in sorted({seed for _, _, seed in missing}):
-        _bases(config, seed)
+        _bases(config, seed, {(arm, setting) for arm, setting, other in missing if other == seed})
     jobs = [
         Job(f"{arm} {setting} seed {seed}", _measure, (values, arm, setting, seed)) for arm, setting, seed in missing
     ]
@@ -125,15 +124,17 @@ def _folder(config: Config, seed: int) -> Path:
     return Path(f"{config.output_dir}-bases") / row_hash(config)[:12] / f"seed-{seed}"
 
 
-def _bases(config: Config, seed: int) -> None:
-    """Trains what the arms of a seed start from: the teacher, and students of it."""
+def _bases(config: Config, seed: int, cells: set[tuple[str, str]]) -> None:
+    """Trains what these arms of a seed start from: the teacher, and students of it."""
     torch.set_num_threads(1)
     folder = _folder(config, seed)
     teacher = {"reward": None, "distil": config.distil.model_copy(update={"steps": 0}), "seed": seed}
     teacher |= {"max_steps": config.teacher.steps}
     _trained(config.model_copy(update=teacher), folder / "teacher")
     source = {"source": str(folder / "teacher" / "pipeline"), "steps": 0}
-    for name, changes in _students(config).items():
+    students = _students(config)
+    for name in sorted({name for arm, setting in cells for name in _needed(config, arm, setting)}):
+        changes = students[name]
         update = {"teacher": config.teacher.model_copy(update=source), "reward": None, "seed": seed, **changes}
         update["max_steps"] = update.get("distil", config.distil).steps
         _trained(config.model_copy(update=update), folder / name)
@@ -149,6 +150,14 @@ def _students(config: Config) -> dict[str, dict[str, Any]]:
     return made | {"one_step": {"num_inference_steps": 1, "distil": one}}
 
 
+def _needed(config: Config, arm: str, setting: str) -> list[str]:
+    """The students that a row is measured on or starts from."""
+    if setting.endswith("steps"):
+        return [] if arm == "teacher" else [f"{arm}-{setting.split()[0]}"]
+    own = ["one_step"] if setting.startswith("reward") and ARMS[arm].base == "one_step" else []
+    return [f"mmd-{config.num_inference_steps}", *own]
+
+
 def _trained(config: Config, folder: Path) -> None:
     if not (folder / "pipeline" / "manifest.json").is_file():
         train_pipeline(build(config), config, folder, keep=True)
@@ -162,7 +171,7 @@ def _measure(values: Mapping[str, Any], arm: str, setting: str, seed: int) -> li
     torch.set_num_threads(1)
     config = Config.model_validate(values)
     began = time.perf_counter()
-    measured = _distilled if setting.endswith("steps") else _rewarded
+    measured = {"reward": _rewarded, "phases": _ordered}.get(setting.split()[0], _distilled)
     numbers = list(measured(config, arm, setting, seed))
     seconds, name = round(time.perf_counter() - began, 1), row_hash(config)
     return [ResultRow(METHOD, arm, setting, name, seed, metric, value, n, seconds) for metric, value, n in numbers]
@@ -243,37 +252,52 @@ def _distilled(config: Config, arm: str, setting: str, seed: int) -> Iterator[tu
 
 def _rewarded(config: Config, arm: str, setting: str, seed: int) -> Iterator[tuple[str, float, int]]:
     """The hypervolume of an arm's points above (base's Fréchet distance + ROOM, base's reward), and its front."""
-    run, data, look = config.evaluation, config.data.load("train"), judge(config)
-    name = setting.removeprefix("reward ")
-    reward = build_reward(RewardPart(terms=[RewardTerm(name=cast(Any, name), network=run.features)]))
-    folder = _folder(config, seed)
-    base = cast(RMMDPipeline, load(folder / f"mmd-{config.num_inference_steps}" / "pipeline"))
-    pipe = base if ARMS[arm].base == "student" else cast(RMMDPipeline, load(folder / ARMS[arm].base / "pipeline"))
-    student = as_denoiser(base.student, base.scheduler.prediction_type)
-    before = look.draw(sampler(student, base), seed)
+    data, look, reward, base = _scene(config, setting, seed)
+    own = ARMS[arm].base
+    pipe = base if own == "student" else cast(RMMDPipeline, load(_folder(config, seed) / own / "pipeline"))
+    before = look.draw(sampler(as_denoiser(base.student, base.scheduler.prediction_type), base), seed)
     start = look(before, reward)
     points = [start] if pipe is base else []
     points += list(_points(config, arm, pipe, data, reward, look, seed, before))
+    yield from _front(start, points, config.evaluation.num_samples)
+
+
+def _ordered(config: Config, arm: str, setting: str, seed: int) -> Iterator[tuple[str, float, int]]:
+    """As :func:`_rewarded`, of the students that one order of distillation and reward ends in."""
+    data, look, reward, base = _scene(config, setting, seed)
+    before = look.draw(sampler(as_denoiser(base.student, base.scheduler.prediction_type), base), seed)
+    start, points = look(before, reward), []
+    for number, student in enumerate(students_in_order(arm, config, base, data, reward, seed)):
+        found = look(look.draw(sampler(student, base), seed), reward, before)
+        points.append(found | {"strength": float(number)})
+        for metric in ("frechet", "reward", "accuracy", "diversity"):
+            yield f"point/{number}/{metric}", found[metric], config.evaluation.num_samples
+    yield from _front(start, points, config.evaluation.num_samples)
+
+
+def _scene(config: Config, setting: str, seed: int) -> tuple[TrainingData, Judge, Reward, RMMDPipeline]:
+    """What every arm of a setting shares: training set, judge, reward, and the student to start from."""
+    term = RewardTerm(name=cast(Any, setting.split()[1]), network=config.evaluation.features)
+    folder = _folder(config, seed) / f"mmd-{config.num_inference_steps}" / "pipeline"
+    reward = build_reward(RewardPart(terms=[term]))
+    return config.data.load("train"), judge(config), reward, cast(RMMDPipeline, load(folder))
+
+
+_OF_A_POINT = ("frechet", "reward", "accuracy", "recall", "diversity", "high_share", "learning_rate", "strength")
+
+
+def _front(
+    start: Mapping[str, float], points: Sequence[dict[str, float]], count: int
+) -> Iterator[tuple[str, float, int]]:
     scores = torch.tensor([[start["frechet"] + ROOM - p["frechet"], p["reward"] - start["reward"]] for p in points])
     scores = torch.nan_to_num(scores.double(), nan=-1.0)
     yield "hypervolume", hypervolume(scores, (0.0, 0.0)), len(points)
-    yield "base/frechet", start["frechet"], run.num_samples
-    yield "base/reward", start["reward"], run.num_samples
+    yield "base/frechet", start["frechet"], count
+    yield "base/reward", start["reward"], count
     front = [p for p, kept in zip(points, non_dominated(scores).tolist(), strict=True) if kept]
     front = [p for p in front if p["frechet"] < start["frechet"] + ROOM and p["reward"] >= start["reward"]]
     for i, point in enumerate(_spread(sorted(front, key=lambda p: p["frechet"]), FRONT)):
-        for metric in (
-            "frechet",
-            "reward",
-            "accuracy",
-            "recall",
-            "diversity",
-            "high_share",
-            "learning_rate",
-            "strength",
-        ):
-            if metric in point:
-                yield f"front/{i}/{metric}", point[metric], run.num_samples
+        yield from ((f"front/{i}/{metric}", point[metric], count) for metric in _OF_A_POINT if metric in point)
 
 
 def _spread(points: list[dict[str, float]], most: int) -> list[dict[str, float]]:
@@ -298,7 +322,7 @@ def _points(
     for rate, number in grid():
         objective, sample = make_arm(ARMS[arm], pipe, data, reward, steps, number, unit)
         with tempfile.TemporaryDirectory() as folder:
-            settings = _trainer_config(config, folder, steps, rate, seed)
+            settings = _trainer_config(config, folder, steps, rate, seed, ARMS[arm].options.get("group_size", 1))
             for entry in Trainer(objective, settings, data).train():
                 if entry.step in {max(1, round(share * steps)) for share in CHECKPOINTS}:
                     found = look(look.draw(sample, seed), reward, before)
@@ -306,8 +330,10 @@ def _points(
                         yield found | {"learning_rate": rate, "strength": float(number)}
 
 
-def _trainer_config(config: Config, folder: str, steps: int, rate: float, seed: int) -> TrainerConfig:
-    shared = {key: getattr(config, key) for key in ("batch_size", "adam_beta1", "adam_beta2", "max_grad_norm")}
+def _trainer_config(config: Config, folder: str, steps: int, rate: float, seed: int, group_size: int) -> TrainerConfig:
+    """A group of walks from one condition counts as so many samples of the batch, which is equal for all arms."""
+    shared = {key: getattr(config, key) for key in ("adam_beta1", "adam_beta2", "max_grad_norm")}
+    shared["batch_size"] = max(1, config.batch_size // group_size)
     return TrainerConfig(
         method=METHOD, output_dir=folder, max_steps=steps, save_steps=10 * steps, learning_rate=rate, seed=seed,
         lr_scheduler="linear", progress=False, **shared,

@@ -140,10 +140,10 @@ class RMMDPipeline(GenkitPipeline):
         if scheduler is None:
             scheduler = VPScheduler(prediction_type=getattr(teacher, "prediction_type", "v_prediction"), eta=eta)
         return cls(
-            copy.deepcopy(teacher),
+            copy.deepcopy(teacher).requires_grad_(True),
             scheduler,
             teacher,
-            copy.deepcopy(teacher),
+            copy.deepcopy(teacher).requires_grad_(True),
             sample_shape=_shape_of(teacher) if sample_shape is None else sample_shape,
             num_inference_steps=num_inference_steps,
             eta=eta,

@@ -15,6 +15,7 @@ from genkit.pipelines.rmmd.baselines import DiffInstructObjective, DMD2Objective
 from genkit.pipelines.rmmd.config import Config, build
 from genkit.pipelines.rmmd.evaluate import evaluate
 from genkit.pipelines.rmmd.forecast_evaluate import FORECAST_ARMS
+from genkit.pipelines.rmmd.orders import ORDERS
 from genkit.pipelines.rmmd.parts import RewardPart, RewardTerm, build_reward
 from genkit.rewards import Symmetry, WeightedSum
 from genkit.training import Trainer, load_config
@@ -180,7 +181,8 @@ def test_every_arm_starts_from_the_same_student_and_trains_what_it_should(tmp_pa
 def test_rows_are_measured_once_and_become_tables(tmp_path, features, monkeypatch):
     changes = [f"evaluation.features={features}", "evaluation.seeds=1", "evaluation.workers=1"]
     changes += ["evaluation.student_steps=[2]", "evaluation.steps=4", "evaluation.num_samples=40"]
-    changes += ["evaluation.repeats=1", "evaluation.rewards=[symmetry]", "evaluation.arms=[rmmd, draft_1]"]
+    changes += ["evaluation.repeats=1", "evaluation.rewards=[symmetry]"]
+    changes += ["evaluation.arms=[teacher, mmd, dmd2, rmmd, draft_1]", "evaluation.phases=[]"]
     config = tiny(tmp_path, "num_inference_steps=2", "teacher.num_inference_steps=3", *changes)
     monkeypatch.setattr("genkit.pipelines.rmmd.arms.LEARNING_RATES", (1e-3,))
     monkeypatch.setattr("genkit.pipelines.rmmd.evaluate.measure_rows", _here)
@@ -197,6 +199,23 @@ def test_rows_are_measured_once_and_become_tables(tmp_path, features, monkeypatc
     assert evaluate(config, table_only=True, results_dir=tmp_path / "results") == text
     with pytest.raises(ConfigError, match="holds no rows"):
         evaluate(tiny(tmp_path, *changes, "eta=0.9"), table_only=True, results_dir=tmp_path / "results")
+
+
+def test_orders_of_distillation_and_reward_are_compared(tmp_path, features, monkeypatch):
+    """Each ends in a student of K steps for every strength, whatever it did on the way; the base stays as it was."""
+    changes = [f"evaluation.features={features}", "evaluation.seeds=1", "evaluation.student_steps=[2]"]
+    changes += ["evaluation.steps=4", "evaluation.num_samples=40", "evaluation.repeats=1", "evaluation.rewards=[]"]
+    changes += ["num_inference_steps=2", "teacher.num_inference_steps=3", "evaluation.phases=[symmetry]"]
+    config = tiny(tmp_path, *changes, f"evaluation.arms=[{', '.join(ORDERS)}]")
+    monkeypatch.setattr("genkit.pipelines.rmmd.evaluate.measure_rows", _here)
+    text = evaluate(config, results_dir=tmp_path / "results")
+    assert "phases symmetry:" in text and all(f"| {arm} | 1 |" in text for arm in ORDERS)
+    lines = (tmp_path / "results" / "rmmd" / "digits.jsonl").read_text().splitlines()
+    found = {(r["arm"], r["metric"]): r["value"] for r in map(json.loads, lines)}
+    rewards = {arm: [found[arm, f"point/{i}/reward"] for i in range(3)] for arm in ORDERS}
+    assert all(len(set(values)) == 3 for values in rewards.values())
+    assert len({tuple(values) for values in rewards.values()}) == 4
+    assert len({found[arm, "base/reward"] for arm in ORDERS}) == 1
 
 
 @pytest.mark.parametrize("data", ["{name: weather}", "{name: lorenz96, num_samples: 100}"], ids=["weather", "lorenz96"])
